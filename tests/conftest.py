@@ -91,7 +91,7 @@ FIRST = (
     "plan/test_memory_matrix.py",
     "plan/test_plan_command.py",
     "engine/test_double_backward.py",
-    "engine/test_matrices_settings.py",
+    "engine/test_matrices.py",
     "plan/test_simulate.py",
     "interop/test_fully_shard.py",
     "interop/test_own_gather.py",

@@ -32,8 +32,7 @@ class Tab:
         while (answer := self._next()).get("id") != self._number:
             pass
         assert "result" in answer, (method, answer)
-        result = answer["result"]
-        return result
+        return answer["result"]
 
     def _next(self):
         """Return the browser's next message; record errors and requests of the page."""

@@ -114,10 +114,9 @@ def install():
     def kept_open_group(store, ranks, timeout):
         if len(ranks) < dist.get_world_size():
             return open_group(store, ranks, timeout)
-        kept = groups.take(
+        return groups.take(
             ("control", tuple(ranks), timeout), lambda: open_group(store, ranks, timeout)
         )
-        return kept
 
     for home in (dist, distributed_c10d, device_mesh):
         home.new_group = kept_new_group

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise
-from ranks import on_ranks, run_ranks
+from ranks import on_ranks
 from shardwise.axes import DENSE, Axes
 from shardwise.comm import control
 from shardwise.config import Units
@@ -82,23 +82,7 @@ def ranks_on(axes, name, rank, num_ranks):
     grid = torch.arange(num_ranks).view(sizes)
     place = (grid == rank).nonzero()[0].tolist()
     index = tuple(slice(None) if dim in chosen else at for dim, at in enumerate(place))
-    found = grid[index].flatten().tolist()
-    return found
-
-
-def each_view_has_the_ranks_of_the_algebra(rank, num_ranks, asked):
-    axes = Axes(**asked)
-    for name in (*DENSE, "fsdp", "loss", "ep", "efsdp"):
-        mesh = axes[name]
-        assert mesh.mesh.flatten().tolist() == ranks_on(axes, name, rank, num_ranks), name
-        assert mesh.ndim == 1
-        assert axes[name] is mesh
-    wanted = ["fsdp"] if axes.dp_replicate == 1 else ["dp_replicate", "fsdp"]
-    sizes = [axes[name].size() for name in wanted]
-    assert list(axes.data.shape) == sizes
-    assert list(axes.experts.shape) == [*sizes[:-1], axes["efsdp"].size()]
-    with pytest.raises(ConfigError, match="did you mean 'tp'"):
-        axes["tpp"]
+    return grid[index].flatten().tolist()
 
 
 @pytest.mark.parametrize(
@@ -111,8 +95,20 @@ def each_view_has_the_ranks_of_the_algebra(rank, num_ranks, asked):
         (4, {"pp": 2, "dp_shard": 2, "ep": 2}),
     ],
 )
-def test_each_axis_has_the_ranks_of_the_algebra(num_ranks, asked):
-    run_ranks(each_view_has_the_ranks_of_the_algebra, num_ranks, asked)
+@on_ranks()
+def test_each_axis_has_the_ranks_of_the_algebra(rank, num_ranks, asked):
+    axes = Axes(**asked)
+    for name in (*DENSE, "fsdp", "loss", "ep", "efsdp"):
+        mesh = axes[name]
+        assert mesh.mesh.flatten().tolist() == ranks_on(axes, name, rank, num_ranks), name
+        assert mesh.ndim == 1
+        assert axes[name] is mesh
+    wanted = ["fsdp"] if axes.dp_replicate == 1 else ["dp_replicate", "fsdp"]
+    sizes = [axes[name].size() for name in wanted]
+    assert list(axes.data.shape) == sizes
+    assert list(axes.experts.shape) == [*sizes[:-1], axes["efsdp"].size()]
+    with pytest.raises(ConfigError, match="did you mean 'tp'"):
+        axes["tpp"]
 
 
 def model():
@@ -158,7 +154,8 @@ def test_shard_takes_what_carries_data_parallelism(rank, num_ranks):
         shardwise.shard(model(), mesh=Axes(dp_shard=5))
 
 
-def count_what_models_open(rank, num_ranks):
+@on_ranks(1, 3, 4)
+def test_models_on_equal_meshes_leave_no_more_groups_and_threads_than_one(rank, num_ranks):
     """Make models on equal meshes, and drop them."""
 
     def on_axes():
@@ -189,8 +186,3 @@ def count_what_models_open(rank, num_ranks):
     assert len({num_groups for num_groups, _ in found}) == 1, found
     # Threads of closed groups may still be ending; 12 more models would have left 24 and more.
     assert found[-1][1] - found[0][1] < 12, found
-
-
-@pytest.mark.parametrize("num_ranks", [1, 3, 4])
-def test_models_on_equal_meshes_leave_no_more_groups_and_threads_than_one(num_ranks):
-    run_ranks(count_what_models_open, num_ranks)

@@ -21,7 +21,7 @@ from torch import nn
 
 import shardwise
 from hangs import Case, End, named, train
-from ranks import HANG_S, run_ranks, start_ranks
+from ranks import HANG_S, on_ranks, run_ranks, start_ranks
 from shardwise.comm.collective_key import CollectiveKey
 from shardwise.comm.listener import WAITS, Listener, checked_timeout
 from shardwise.comm.process_groups import FAILED_GROUPS
@@ -299,7 +299,8 @@ def test_what_hangs_on_a_device_is_aborted_and_the_next_call_names_who_is_missin
 
 
 # -- the switch
-def one_rank(rank, world_size):
+@on_ranks(1, fresh=True)
+def test_one_rank_may_be_watched_too():
     shardwise.debug.watch(4)
     model = shardwise.shard(nn.Linear(4, 4))
     assert WAITS.limit_s == 4
@@ -311,21 +312,14 @@ def one_rank(rank, world_size):
     assert WAITS.limit_s == 77
 
 
-def test_one_rank_may_be_watched_too():
-    run_ranks(one_rank, 1, fresh=True)
-
-
-def train_without_a_listener(rank, world_size):
+@on_ranks(2, fresh=True)
+def test_the_core_needs_no_watch():
     WAITS.attach(Listener)
     WAITS.set_limit(4)
     model = shardwise.shard(nn.Linear(4, 4), stage=3)
     model(torch.ones(2, 4)).sum().backward()
     assert model.weight.grad is not None
     assert not [thread for thread in threading.enumerate() if "watch" in thread.name]
-
-
-def test_the_core_needs_no_watch():
-    run_ranks(train_without_a_listener, 2, fresh=True)
 
 
 def test_the_package_attaches_the_watch():

@@ -43,8 +43,7 @@ class Whole(nn.Module):
     def forward(self, x):
         for block in self.blocks:
             x = block(x)
-        found = self.head(x)
-        return found
+        return self.head(x)
 
 
 def made(cls):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import shardwise
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from shardwise.errors import CheckpointError
 from shardwise.optim import AdamW
 from test_optim_adamw import HOW, KINDS, Whole, assert_bits, everything, made, train, whole
@@ -106,13 +106,14 @@ def test_any_kind_of_moments_loads_into_any_other_on_any_ranks(
     run_ranks(load_all, ranks_here, tmp_path, here, saved)
 
 
-def check_resume(rank, world_size, folder):
+@on_ranks(1, 3)
+def test_a_resume_on_as_many_ranks_goes_on_with_the_same_bits(tmp_path):
     for layout in ("rows", "flat"):
         for kind in KINDS:
             model = shardwise.shard(made(WithEmpty), stage=3, layout=layout)
             optimizer = optimizer_of(model, kind)
             train(model, optimizer, BEFORE)
-            path = folder / f"{layout}-{kind}"
+            path = tmp_path / f"{layout}-{kind}"
             with shardwise.Checkpoints(path, model, optimizer) as checkpoints:
                 checkpoints.save(2)
             again = shardwise.shard(made(WithEmpty), stage=3, layout=layout)
@@ -134,17 +135,11 @@ def check_resume(rank, world_size, folder):
 
 
 def local_of(value):
-    found = value.to_local() if hasattr(value, "to_local") else value
-    return found
+    return value.to_local() if hasattr(value, "to_local") else value
 
 
 def locals_of(state):
     return [local_of(value) for key, value in state.items() if key != "step"]
-
-
-def test_a_resume_on_as_many_ranks_goes_on_with_the_same_bits(tmp_path):
-    for world_size in (1, 3):
-        run_ranks(check_resume, world_size, tmp_path / str(world_size))
 
 
 def check_codes(rank, world_size, folder, saves):
@@ -172,20 +167,17 @@ def test_codes_come_back_on_other_ranks_where_no_block_is_cut(tmp_path):
     assert_bits(run_ranks(check_codes, 2, tmp_path / "a", False)[0], saved, "3 to 2 ranks")
 
 
-def check_refused(rank, world_size, folder):
+@on_ranks(2)
+def test_steps_that_are_others_are_refused_before_anything_is_read(tmp_path):
     model = shardwise.shard(made(Whole))
     theirs = torch.optim.AdamW(model.parameters(), amsgrad=True)
     train(model, theirs, range(1))
-    shardwise.save(folder, model, theirs)
+    shardwise.save(tmp_path / "saved", model, theirs)
     before = {n: whole(p) for n, p in model.named_parameters()}
     train(model, theirs, range(1))
     changed = {n: whole(p) for n, p in model.named_parameters()}
     with pytest.raises(CheckpointError, match=r"amsgrad=True, which shardwise.optim.AdamW"):
-        shardwise.load(folder, model, AdamW(model.parameters()))
+        shardwise.load(tmp_path / "saved", model, AdamW(model.parameters()))
     assert_bits({n: whole(p) for n, p in model.named_parameters()}, changed, "nothing is read")
-    shardwise.load(folder, model)
+    shardwise.load(tmp_path / "saved", model)
     assert_bits({n: whole(p) for n, p in model.named_parameters()}, before, "the model alone")
-
-
-def test_steps_that_are_others_are_refused_before_anything_is_read(tmp_path):
-    run_ranks(check_refused, 2, tmp_path / "a")

@@ -31,10 +31,8 @@ def raise_on(rank, world_size, bad_rank):
     dist.barrier()
 
 
-def kill_yourself_on(rank, world_size, bad_rank, how=signal.SIGKILL):
-    if rank == bad_rank:
-        os.kill(os.getpid(), how)
-    return rank
+def crash(rank, world_size):
+    os.kill(os.getpid(), signal.SIGSEGV)
 
 
 def sleep_on(rank, world_size, slow_rank, seconds):
@@ -105,7 +103,7 @@ def _short_grace(monkeypatch):
     monkeypatch.setattr(module, "GRACE_S", 0.4)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("fresh", [False, True])
 def test_results_come_back_in_rank_order(world_size, fresh):
     results = run_ranks(rank_times_ten, world_size, fresh=fresh, offset=1)
@@ -135,11 +133,6 @@ def test_a_failure_does_not_wait_for_ranks_that_hang():
     assert caught.value.outcomes[1].timed_out  # its barrier would have failed by itself, far later
 
 
-def test_a_killed_rank_is_reported_with_its_signal():
-    with pytest.raises(RankError, match="rank 2 of 3 ended without a result, exit code -9"):
-        run_ranks(kill_yourself_on, 3, 2)
-
-
 def default_signals(rank, world_size):
     """Put back what Python knows of signals, as a fit of Lightning does at its end."""
     signal.signal(signal.SIGSEGV, signal.getsignal(signal.SIGSEGV))
@@ -147,9 +140,9 @@ def default_signals(rank, world_size):
 
 def test_a_rank_shows_where_it_crashed_whatever_has_set_signals_before():
     run_ranks(default_signals, 1)
-    with pytest.raises(RankError, match="exit code -11; its stacks") as caught:
-        run_ranks(kill_yourself_on, 1, 0, signal.SIGSEGV)
-    assert "in kill_yourself_on" in str(caught.value)
+    with pytest.raises(RankError, match="without a result, exit code -11; its stacks") as caught:
+        run_ranks(crash, 1)
+    assert "in crash" in str(caught.value)
 
 
 def test_a_rank_that_never_returns_is_killed_and_shows_where_it_stood():

@@ -142,6 +142,10 @@ def test_models_that_do_not_fit_are_refused_and_nothing_is_changed(world_size):
     with refused(model, r"different devices \(embed.weight on cuda:0; blocks.0.* on cpu\)"):
         shard(model)
     model = Net()
+    model.extra = nn.Parameter(torch.empty(3, device="meta"))
+    with refused(model, r"'\(root\)' \(Net\) is on the meta device and has no reset_parameters"):
+        shard(model)
+    model = Net()
     model.blocks.to("meta")
     for block in model.blocks:  # a module of the user's that cannot initialise itself
         block.extra = nn.Parameter(torch.empty(3, device="meta"))
@@ -249,7 +253,9 @@ def test_a_gradient_in_an_open_window_is_refused_with_the_remedy_and_may_be_drop
         run_ranks(check_dropped_window, 2, stage)
 
 
-def check_step_in_between(rank, world_size, stage):
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@on_ranks(2)
+def test_a_step_between_forward_and_backward_is_refused(stage):
     model = shard(Net(), stage=stage)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss_of(model).backward()
@@ -260,11 +266,6 @@ def check_step_in_between(rank, world_size, stage):
     optimizer.zero_grad()
     loss_of(model).backward()  # and the next step works
     optimizer.step()
-
-
-def test_a_step_between_forward_and_backward_is_refused():
-    for stage in (0, 1, 2, 3):
-        run_ranks(check_step_in_between, 2, stage)
 
 
 # gathered().

@@ -18,15 +18,13 @@ from test_shard_tensor import LAYOUTS, STAGES
 def bitsandbytes_adam(params):
     import bitsandbytes
 
-    found = bitsandbytes.optim.AdamW8bit(list(params), lr=0.01)
-    return found
+    return bitsandbytes.optim.AdamW8bit(list(params), lr=0.01)
 
 
 def torchao_adam(params):
     from torchao.optim import AdamW8bit
 
-    found = AdamW8bit(params, lr=0.01)
-    return found
+    return AdamW8bit(params, lr=0.01)
 
 
 def make_model():

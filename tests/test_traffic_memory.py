@@ -426,7 +426,9 @@ def num_calls_alive(model):
     return sum(len(progress.calls) for progress in engine_of(model).passes._progress)
 
 
-def check_growth(rank, world_size, stage):
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@on_ranks(2)
+def test_nothing_grows_from_step_to_step(stage):
     torch.manual_seed(0)
     model = shard(Net(), stage=stage)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
@@ -442,12 +444,9 @@ def check_growth(rank, world_size, stage):
     assert seen[0][1] == seen[1][1] == 0
 
 
-def test_nothing_grows_from_step_to_step():
-    for stage in (0, 1, 2, 3):
-        run_ranks(check_growth, 2, stage)
-
-
-def check_dropped_graph(rank, world_size, stage):
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
+def test_a_graph_that_is_dropped_without_backward_leaves_nothing_behind(stage):
     torch.manual_seed(0)
     model = shard(Net(), stage=stage)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -461,11 +460,6 @@ def check_dropped_graph(rank, world_size, stage):
     assert num_calls_alive(model) == 0
     after = live_bytes(at_most=before[0]), stats(model).param_full_bytes
     assert after[0] <= before[0] and after[1] == before[1], f"stage {stage}: {before}, {after}"
-
-
-def test_a_graph_that_is_dropped_without_backward_leaves_nothing_behind():
-    for stage in (1, 3):
-        run_ranks(check_dropped_graph, 2, stage)
 
 
 @on_ranks(2, 3)

@@ -26,7 +26,7 @@ from test_any_to_any import load_each, save_each  # noqa: E402
 CHUNK = 200  # pairs between two lines of progress
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=None, help="so many, drawn by the seed")
     parser.add_argument("--seed", type=int, default=None)

@@ -15,7 +15,6 @@ import itertools
 import statistics
 import sys
 from pathlib import Path
-from typing import Any
 
 HERE = Path(__file__).parent.parent
 sys.path[:0] = [str(HERE), str(HERE / "plan")]
@@ -29,7 +28,7 @@ _LIMIT = 0.01
 _SIZES = (1, 2, 4)
 
 
-def cells_of(num_ranks: int) -> list[ComposedCell]:
+def cells_of(num_ranks):
     """Return all combinations that fit, each at two stages, with and without checkpointing."""
     found = []
     for mixed, tp, pp, cp, ep in itertools.product((False, True), *(_SIZES,) * 4):
@@ -52,15 +51,15 @@ def cells_of(num_ranks: int) -> list[ComposedCell]:
     return found
 
 
-def _ways(settings: dict[str, Any]) -> list[dict[str, str]]:
+def _ways(settings):
     """Return how pipelines are driven and parts of sequences attend: each way once."""
-    found: list[dict[str, str]] = [{}]
+    found = [{}]
     found += [{"pp_schedule": "gpipe"}] if "pp" in settings else []
     found += [{"cp_method": "heads"}, {"cp_method": "ring"}] if "cp" in settings else []
     return found
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", default="1,2,4")
     parser.add_argument("--only", default="", help="cells whose name has this")

@@ -19,12 +19,12 @@ HERE = Path(__file__).parent.parent
 sys.path[:0] = [str(HERE), str(HERE / "monitor"), str(HERE.parent / "examples")]
 
 import ranks  # noqa: E402 - found through the line above
-from faults import FAULTS, HEALTHY, Scenario, train  # noqa: E402
+from faults import FAULTS, HEALTHY, train  # noqa: E402
 from shardwise.monitor.doctor import diagnose  # noqa: E402
 from shardwise.monitor.record import read_run  # noqa: E402
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="runs whose name has this in it")
     parser.add_argument("--repeat", type=int, default=1)
@@ -49,7 +49,7 @@ def main() -> int:
     return int(right < 0.95 * num_faults or alarms > 0.02 * num_healthy)
 
 
-def run_one(group: str, name: str, scenario: Scenario) -> set[tuple[str, int | None]]:
+def run_one(group, name, scenario):
     begun_s = time.monotonic()
     with tempfile.TemporaryDirectory() as output:
         live = ranks.run_ranks(train, scenario.world_size, output, group, name)[0]

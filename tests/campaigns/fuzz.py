@@ -27,8 +27,6 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import torch
 
@@ -67,7 +65,7 @@ class Slow(BaseException):
 # -- the good ones, which trials start from
 
 
-def good_values() -> Any:
+def good_values():
     tensor, cpu = torch.arange(6), torch.device("cpu")
     value = {
         "tuple": (1, 2.5, None, "text"),
@@ -83,7 +81,7 @@ def good_values() -> Any:
     return encode(value, "value")[0]
 
 
-def good_manifest(index: bytes) -> Manifest:
+def good_manifest(index):
     groups = [{"lr": 0.1, "betas": {"$": "tuple", "of": [0.9, 0.99]}, "params": ["w", "b"]}]
     tensors = [
         {"kind": "param", "name": "w", "dtype": "F32", "shape": [7, 5], "layout": 0, "index": 0},
@@ -113,7 +111,7 @@ def good_manifest(index: bytes) -> Manifest:
     )
 
 
-def good_index() -> RankIndex:
+def good_index():
     data = memoryview(bytes(400))
     boxes = []
     at = {0: 100, 1: 50}
@@ -141,7 +139,7 @@ def good_index() -> RankIndex:
     )
 
 
-def good_header() -> bytes:
+def good_header():
     boxes = [("w", "F32", (4, 5), (0, 0)), ("b", "BF16", (3,), (4,)), ("n", "I64", (), ())]
     return build_header(place(boxes))[8:]
 
@@ -154,13 +152,13 @@ MANIFEST = good_manifest(INDEX)
 # -- what is run: each takes bytes and may raise CheckpointError
 
 
-def _tensor(place: str) -> torch.Tensor:
+def _tensor(place):
     if place != "tensor":
         raise CheckpointError(place)
     return torch.zeros(6)
 
 
-def run_manifest(data: bytes) -> None:
+def run_manifest(data):
     manifest = parse_manifest(data, "manifest")
     for rank in {0, manifest.num_ranks - 1}:
         for _ in zip(range(1000), manifest.all_boxes(rank), strict=False):
@@ -169,7 +167,7 @@ def run_manifest(data: bytes) -> None:
         optimizer_info(manifest.optimizer, lambda value: decode(value, _tensor))
 
 
-def run_index(data: bytes) -> None:
+def run_index(data):
     index = parse_index(data, "index")
     with contextlib.suppress(ValueError):
         find_extents(MANIFEST, index)
@@ -179,19 +177,19 @@ def run_index(data: bytes) -> None:
             set_generators(made, torch.device("cpu"))
 
 
-def run_header(data: bytes) -> None:
+def run_header(data):
     parse_header(data, HEADER_BYTES, "header")
 
 
-def run_json(data: bytes) -> None:
+def run_json(data):
     dumps(loads(data, "json"))
 
 
-def run_values(data: bytes) -> None:
+def run_values(data):
     encode(decode(loads(data, "values"), _tensor), "values")
 
 
-def reseal(data: bytes) -> bytes:
+def reseal(data):
     body = data.rstrip()
     body = body[:-1] if body.endswith(b"}") else body
     return body + SEAL + digest_of(body).encode() + b'"}\n'
@@ -199,7 +197,7 @@ def reseal(data: bytes) -> bytes:
 
 Run = Callable[[bytes], None]
 # name: (what runs, a good input, whether it is sealed, its share of the trials)
-KINDS: dict[str, tuple[Run, bytes, bool, int]] = {
+KINDS = {
     "manifest": (run_manifest, seal(MANIFEST), True, 4),
     "index": (run_index, INDEX, True, 3),
     "header": (run_header, good_header(), False, 4),
@@ -209,7 +207,7 @@ KINDS: dict[str, tuple[Run, bytes, bool, int]] = {
 
 # -- mutations
 
-SCALARS: list[Any] = [
+SCALARS = [
     *(None, True, False, 0, 1, -1, 2, 7, 64, 255, 2**31, 2**53, 2**62, 2**63, -(2**63), 2**64),
     *(10**30, 0.5, 1e308, -0.0, "", "a", "w", "tensor", "F32", "BF16", "os.system", "../../x"),
     *(
@@ -236,7 +234,7 @@ TOKENS = [
 ]
 
 
-def _spots(tree: Any) -> list[tuple[Any, Any]]:
+def _spots(tree):
     """List (container, key) of every place in a tree."""
     spots, rest = [], [tree]
     while rest:
@@ -249,7 +247,7 @@ def _spots(tree: Any) -> list[tuple[Any, Any]]:
     return spots
 
 
-def mutate_tree(tree: Any, draw: random.Random) -> Any:
+def mutate_tree(tree, draw):
     for _ in range(draw.choice((1, 1, 1, 2, 3))):
         spots = _spots(tree)
         if not spots:
@@ -276,7 +274,7 @@ def mutate_tree(tree: Any, draw: random.Random) -> Any:
     return tree
 
 
-def _reachable(tree: Any) -> list[Any]:
+def _reachable(tree):
     found, rest = [], [tree]
     while rest and len(found) <= 10_000:
         node = rest.pop()
@@ -286,7 +284,7 @@ def _reachable(tree: Any) -> list[Any]:
     return found
 
 
-def mutate_bytes(data: bytes, draw: random.Random) -> bytes:
+def mutate_bytes(data, draw):
     changed = bytearray(data)
     for _ in range(draw.choice((1, 1, 2, 4))):
         at = draw.randrange(len(changed) + 1)
@@ -313,7 +311,7 @@ TEXTS = {name: json.dumps(tree) for name, tree in TREES.items()}
 NAMES = [name for name, (_, _, _, share) in KINDS.items() for _ in range(share)]
 
 
-def make(seed: int, number: int) -> tuple[str, str, bytes]:
+def make(seed, number):
     """Return what trial ``number`` runs: the kind, the level and the input."""
     draw = random.Random(f"{seed}/{number}")
     name = draw.choice(NAMES)
@@ -333,22 +331,22 @@ def make(seed: int, number: int) -> tuple[str, str, bytes]:
 # -- the campaign
 
 
-def _alarm(signal_number: int, frame: FrameType | None) -> None:
+def _alarm(signal_number, frame):
     raise Slow
 
 
-def _status_bytes(key: str) -> int:
+def _status_bytes(key):
     with open("/proc/self/status") as file:
         return int(next(line for line in file if line.startswith(key)).split()[1]) * 1024
 
 
-def limit_memory() -> None:
+def limit_memory():
     """Let every allocation beyond the allowed bytes fail, and so come out as an error."""
     limit = _status_bytes("VmSize") + OVER_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def run_one(name: str, data: bytes) -> tuple[str, str]:
+def run_one(name, data):
     """Run one input; return its outcome, and what is wrong with that ("" for nothing)."""
     signal.setitimer(signal.ITIMER_PROF, LIMIT_S)
     try:
@@ -362,15 +360,15 @@ def run_one(name: str, data: bytes) -> tuple[str, str]:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def write_case(folder: Path, seed: int, number: int, name: str, data: bytes, text: str) -> Path:
+def write_case(folder, seed, number, name, data, text):
     path = folder / f"fuzz-{seed}-{number}.json"
     case = {"kind": name, "seed": seed, "trial": number, "data": base64.b64encode(data).decode()}
     path.write_text(json.dumps(case | {"error": text}, indent=1))
     return path
 
 
-def campaign(arguments: argparse.Namespace) -> int:
-    outcomes: Counter[tuple[str, str, str]] = Counter()
+def campaign(arguments):
+    outcomes = Counter()
     print(f"seed {arguments.seed}, {arguments.trials:,} trials", flush=True)
     started_s = told_s = time.monotonic()
     number = resident = 0
@@ -402,14 +400,14 @@ def campaign(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def replay(path: Path) -> int:
+def replay(path):
     case = json.loads(path.read_text())
     outcome, text = run_one(case["kind"], base64.b64decode(case["data"]))
     print(text or outcome)
     return int(outcome == "VIOLATION")
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--trials", type=int, default=1_000_000)
     parser.add_argument("--seconds", type=float, default=0, help="end after that time")

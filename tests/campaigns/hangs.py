@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from hangs import AXES, Case, End, named, run_case
+from hangs import AXES, Case, named, run_case
 
 # Where each fault can be: a rank that dies or stands still does so anywhere.
 ANYWHERE = ("forward", "backward", "loss", "step", "save", "loader")
@@ -30,7 +30,7 @@ AT_ONCE = ("kill", "raise")  # told when they happen, not when a time is over
 KILLED_S, BEYOND_S = 5.0, 2.0
 
 
-def draw(seed: int, number: int) -> Case:
+def draw(seed, number):
     """Return one case; `save` is in every third step only."""
     rng = random.Random(f"{seed}/{number}")
     axis, fault = rng.choice(list(AXES)), rng.choice(list(PLACES))
@@ -40,18 +40,18 @@ def draw(seed: int, number: int) -> Case:
     return Case(axis, fault, rng.randrange(ranks), place, rng.randrange(4), step)
 
 
-def limit_of(case: Case) -> float:
+def limit_of(case):
     return KILLED_S if case.fault in AT_ONCE else case.timeout_s + BEYOND_S
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int)
     given = parser.parse_args()
     numbers = range(given.cases) if given.only is None else [given.only]
-    found: list[tuple[Case, End]] = []
+    found = []
     for number in numbers:
         case = draw(given.seed, number)
         with tempfile.TemporaryDirectory() as folder:
@@ -67,18 +67,18 @@ def main() -> None:
     summarise(found)
 
 
-def died(case: Case, end: End) -> bool:
+def died(case, end):
     """Tell whether gloo has ended a rank that met one with other bytes: it cannot say anything."""
     return case.fault in ("shape", "dtype") and (end.exit_code or 0) < 0
 
 
-def shown(case: Case, end: End) -> str:
+def shown(case, end):
     said = "silent" if end.said_s is None else f"{end.said_s:.1f} s"
     over = "hangs" if end.after_s is None else f"over {end.after_s:.1f} s"
     return f"[{end.rank}: {said}, {over}{'' if named(case, end) else ', NOT NAMED'}]"
 
 
-def summarise(found: list[tuple[Case, End]]) -> None:
+def summarise(found):
     said = [(case, end) for case, end in found if end.said_s is not None]
     right = [pair for pair in found if named(*pair)]
     late = [(c, e) for c, e in said if (e.said_s or 0.0) > limit_of(c)]

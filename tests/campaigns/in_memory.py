@@ -1,15 +1,11 @@
 """Trials of the campaigns `crashes` and `errors`: ranks in lockstep on a simulated disk."""
 
 import errno
-import random
 from contextlib import suppress
-from typing import Any
 
 from disk import Fault, Killed, PowerCut
-from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.folder import clean_up
 from shardwise.checkpoint.write import Written
-from shardwise.comm.control import Control
 from tables import (
     RUN,
     Verdicts,
@@ -24,8 +20,8 @@ from tables import (
 ERRNOS = (errno.ENOSPC, errno.EIO, errno.EFBIG, errno.EDQUOT)
 
 
-def _save(mode: str) -> Any:
-    def body(files: Files, control: Control) -> Written:
+def _save(mode):
+    def body(files, control):
         if mode == "replace":
             return write(files, control, "B", 1, replace=True)
         return (write_and_rotate if mode == "rotating" else write)(files, control, "B", 2)
@@ -33,7 +29,7 @@ def _save(mode: str) -> Any:
     return body
 
 
-def crash(number: int, rng: random.Random) -> str:
+def crash(number, rng):
     """Cut the power at some operation of a save, in some order of the ranks; try what may be left.
 
     Before it a rank may be killed, and the cut comes in the next run's clean-up.
@@ -63,7 +59,7 @@ def crash(number: int, rng: random.Random) -> str:
     return " or ".join(sorted(save for _, save in found if save))
 
 
-def fail(number: int, rng: random.Random) -> str:
+def fail(number, rng):
     """Fail one operation of one rank or of several, once or from then on."""
     ranks, replace = rng.randint(1, 4), rng.random() < 0.5
     chosen = rng.sample(range(ranks), rng.randint(1, ranks))

@@ -3,17 +3,14 @@
 import ctypes
 import fcntl
 import os
-import random
 import shutil
 import struct
 import subprocess
 import time
-from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from math import gcd
-from pathlib import Path
 
 import torch
 
@@ -25,7 +22,7 @@ from shardwise.checkpoint.read import Checkpoint
 from shardwise.checkpoint.verify import check_quickly
 from shardwise.errors import DamagedCheckpoint
 from stamped import build, count, stamp, stamped_value
-from worlds import TIMEOUT_S, Hear, Say, World, in_a_world
+from worlds import TIMEOUT_S, World, in_a_world
 
 WIDTH, DEPTH = 256, 4  # 3.2 MB of parameters and moments
 MODES = ("new", "replace", "background", "rotating")
@@ -47,7 +44,7 @@ class Trial:
     look_with: int = 0  # so many fresh ranks load; without, the files are compared
 
 
-def draw(rng: random.Random, fresh: float = 0.1) -> Trial:
+def draw(rng, fresh=0.1):
     """Draw a trial; a share of ``fresh`` is looked at by fresh ranks."""
     stage, layout = rng.choice(((3, "rows"), (3, "flat"), (1, "flat")))
     return Trial(
@@ -61,7 +58,7 @@ def draw(rng: random.Random, fresh: float = 0.1) -> Trial:
     )
 
 
-def spread(rng: random.Random, number: int, trials: int) -> Trial:
+def spread(rng, number, trials):
     """Return one of so few trials that together they cover every phase, mode and number of ranks.
 
     The moments lie evenly over the save and a little beyond; neighbours differ in all else.
@@ -76,7 +73,7 @@ def spread(rng: random.Random, number: int, trials: int) -> Trial:
     )
 
 
-def _step(trials: int) -> int:
+def _step(trials):
     """Return how far the moments of neighbours lie apart: every moment is met once."""
     return next(step for step in (7, 11, 13, 17, 1) if gcd(step, trials) == 1)
 
@@ -84,10 +81,10 @@ def _step(trials: int) -> int:
 # ------------------------------------------------------------------------------- what the ranks do
 
 
-def save_a(trial: Trial, folder: Path) -> None:
+def save_a(trial, folder):
     """Save A as step 1, in a world that ends well."""
 
-    def body(rank: int, say: Say, hear: Hear) -> None:
+    def body(rank, say, hear):
         model, optimizer = build(trial.stage, trial.layout, WIDTH, DEPTH)
         stamp(model, optimizer, "A")
         shardwise.save(folder, model, optimizer, step=1, extra={"save": "A", "rank": rank})
@@ -96,10 +93,10 @@ def save_a(trial: Trial, folder: Path) -> None:
     in_a_world(trial.ranks, body)
 
 
-def save_b(trial: Trial, folder: Path) -> Callable[[int, Say, Hear], None]:
+def save_b(trial, folder):
     """Return a body that gets ready, waits for the word, saves B, and says so when it returned."""
 
-    def body(rank: int, say: Say, hear: Hear) -> None:
+    def body(rank, say, hear):
         model, optimizer = build(trial.stage, trial.layout, WIDTH, DEPTH)
         extra = {"save": "B", "rank": rank}
         if trial.mode in ("new", "replace"):
@@ -133,11 +130,11 @@ def save_b(trial: Trial, folder: Path) -> Callable[[int, Say, Hear], None]:
 
 
 @cache
-def _expected(name: str, numel: int, save: str) -> torch.Tensor:
+def _expected(name, numel, save):
     return stamped_value(name, 0, numel, save)
 
 
-def look(folder: Path, ranks: int) -> str:
+def look(folder, ranks):
     """Return which save the newest checkpoint that verifies is, to the last byte; "-" if none is.
 
     **Raises** AssertionError for a checkpoint that verifies and holds anything else.
@@ -163,10 +160,10 @@ def look(folder: Path, ranks: int) -> str:
     return "-"
 
 
-def look_with_ranks(trial: Trial, folder: Path) -> str:
+def look_with_ranks(trial, folder):
     """Let fresh ranks, perhaps of another number, load the newest and save again."""
 
-    def body(rank: int, say: Say, hear: Hear) -> None:
+    def body(rank, say, hear):
         model, optimizer = build(trial.stage, trial.layout, WIDTH, DEPTH)
         stamp(model, optimizer, "Z")
         with Checkpoints(folder, model, optimizer) as checkpoints:
@@ -189,28 +186,28 @@ def look_with_ranks(trial: Trial, folder: Path) -> str:
 class Kills:
     """Trials with SIGKILL in one folder; saves of A are made once and linked to."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self._folder = folder
-        self._seconds: dict[tuple[int, str], float] = {}
+        self._seconds = {}
 
-    def with_a(self, trial: Trial, folder: Path) -> Path:
+    def with_a(self, trial, folder):
         """Make a folder that holds A as step 1."""
         shutil.rmtree(folder, ignore_errors=True)  # of a trial that was a violation
         shutil.copytree(self.template(trial), folder, copy_function=os.link)
         return folder
 
-    def template(self, trial: Trial) -> Path:
+    def template(self, trial):
         """Return a folder with such an A, saved on first use."""
         template = self._folder / f"A-{trial.ranks}-{trial.stage}-{trial.layout}"
         if not template.exists():
             save_a(trial, template)
         return template
 
-    def seconds_of(self, trial: Trial) -> float:
+    def seconds_of(self, trial):
         """Return how long such a save takes, as far as is known."""
         return self._seconds.get((trial.ranks, trial.mode), 0.1)
 
-    def learn(self, trial: Trial, world: World) -> None:
+    def learn(self, trial, world):
         """Learn from a trial how long a save takes, so that the next ones are stopped within."""
         told = [m["seconds"] for said in world.said for m in said if m["kind"] == "saved"]
         before = self.seconds_of(trial)
@@ -219,7 +216,7 @@ class Kills:
         elif trial.moment > 0.8:
             self._seconds[trial.ranks, trial.mode] = 1.4 * before
 
-    def run(self, trial: Trial, rng: random.Random) -> tuple[str, bool]:
+    def run(self, trial, rng):
         """Return the verdict ("A", "B"), and whether a rank's save had returned."""
         delay_s = trial.moment * self.seconds_of(trial)
         folder = self.with_a(trial, self._folder / "run")
@@ -254,11 +251,11 @@ class PowerCuts(Kills):
 
     LAGS = (0.0, 0.0, 1.0, 7.0)
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         super().__init__(folder)
         self._disk = LoopDisk(folder)
 
-    def run(self, trial: Trial, rng: random.Random) -> tuple[str, bool]:
+    def run(self, trial, rng):
         """Return the verdict, and whether the save had returned before the cut."""
         during, delay_s = rng.random() < 0.5, trial.moment * self.seconds_of(trial)
         root = self._disk.mounted / "run"
@@ -287,14 +284,14 @@ class PowerCuts(Kills):
         assert verdict == "B" or not told, "A is left, though the save of B had returned"
         return verdict, told
 
-    def with_a_on_the_disk(self, trial: Trial, root: Path) -> Path:
+    def with_a_on_the_disk(self, trial, root):
         """Copy A to the disk, and wait until it is on it for good."""
         shutil.rmtree(root, ignore_errors=True)
         shutil.copytree(self.template(trial), root)
         self._disk.sync()
         return root
 
-    def close(self) -> None:
+    def close(self):
         """Take the disk away."""
         self._disk.close()
 
@@ -304,7 +301,7 @@ class LoopDisk:
 
     _SHUTDOWN, _NO_FLUSH = 0x8004587D, 2  # EXT4_IOC_SHUTDOWN; leave the journal as it is
 
-    def __init__(self, folder: Path, num_bytes: int = 192 << 20) -> None:
+    def __init__(self, folder, num_bytes=192 << 20):
         enter_own_mounts()
         self.image, self.mounted = folder / "image", folder / "disk"
         self.mounted.mkdir()
@@ -313,26 +310,26 @@ class LoopDisk:
         subprocess.run(["mkfs.ext4", "-q", "-F", self.image], check=True)
         self._mount()
 
-    def _mount(self) -> None:
+    def _mount(self):
         subprocess.run(["mount", "-o", "loop", self.image, self.mounted], check=True)
 
-    def sync(self) -> None:
+    def sync(self):
         """Bring everything to the disk."""
         with self._opened() as fd:
             if ctypes.CDLL(None, use_errno=True).syncfs(fd):
                 raise OSError(ctypes.get_errno(), "syncfs")
 
-    def cut(self) -> None:
+    def cut(self):
         """Cut the power: nothing is written any more, every call fails."""
         with self._opened() as fd:
             fcntl.ioctl(fd, self._SHUTDOWN, struct.pack("I", self._NO_FLUSH))
 
-    def restart(self) -> None:
+    def restart(self):
         """Mount it again, which replays the journal."""
         self.close()
         self._mount()
 
-    def close(self) -> None:
+    def close(self):
         """Unmount it, waiting for processes that die."""
         deadline = time.monotonic() + TIMEOUT_S
         while subprocess.run(["umount", self.mounted], capture_output=True).returncode:
@@ -341,7 +338,7 @@ class LoopDisk:
             time.sleep(0.02)
 
     @contextmanager
-    def _opened(self) -> Iterator[int]:
+    def _opened(self):
         fd = os.open(self.mounted, os.O_RDONLY)
         try:
             yield fd
@@ -350,7 +347,7 @@ class LoopDisk:
 
 
 @cache
-def enter_own_mounts() -> None:
+def enter_own_mounts():
     """Let mounts be seen by this process and its children only. **Raises** PermissionError."""
     clone_newns = 0x20000
     if ctypes.CDLL(None, use_errno=True).unshare(clone_newns):

@@ -3,7 +3,6 @@
 import itertools
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -143,13 +142,13 @@ def test_every_cell_of_experts_over_any_axes(num_ranks):
 
 
 DEGREES = ("dp_replicate", "cp", "tp", "pp", "ep")
-SIZES: dict[str, Any] = {
+SIZES = {
     **{"layers": 2, "dim": 32, "heads": 8, "seq": 16, "micro_batch": 1, "accumulation": 2},
     **{"expert_balance": 0.0, "eval_windows": 1, "sample_tokens": 0},
 }
 
 
-def composed_cells(num_ranks: int) -> list[dict[str, Any]]:
+def composed_cells(num_ranks):
     """Return all degrees that fit the ranks, with what else varies dealt over them in turns."""
     found = []
     powers = [2**n for n in range(num_ranks.bit_length())]
@@ -169,9 +168,7 @@ def composed_cells(num_ranks: int) -> list[dict[str, Any]]:
     return found
 
 
-def has_the_gradients_of_one_process(
-    rank: int, num_ranks: int, cells: list[dict[str, Any]], folder: Path
-) -> list[str]:
+def has_the_gradients_of_one_process(rank, num_ranks, cells, folder):
     wrong = []
     for number, cell in enumerate(cells):
         output = {"output": folder / f"{num_ranks}-{number}", "data": folder / "text.txt"}

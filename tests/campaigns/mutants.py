@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -48,52 +47,52 @@ class Mutant:
     after: str
 
 
-def sites_of(tree: ast.Module) -> Iterator[tuple[str, ast.AST, Callable[[], ast.AST]]]:
+def sites_of(tree):
     """Yield (kind, node, what makes the node to put in its place)."""
     for node in ast.walk(tree):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div | ast.FloorDiv):
-            yield "divisor", node, lambda n=node: ast.BinOp(n.left, n.op, _plus_one(n.right))  # type: ignore[misc]
+            yield "divisor", node, lambda n=node: ast.BinOp(n.left, n.op, _plus_one(n.right))
         elif isinstance(node, ast.Slice) and (node.upper is not None or node.lower is not None):
-            yield "slice", node, lambda n=node: _shifted(n)  # type: ignore[misc]
+            yield "slice", node, lambda n=node: _shifted(n)
         elif isinstance(node, ast.Expr) and _called(node.value) in WAITS:
             yield "wait", node, ast.Pass
         elif isinstance(node, ast.With) and "lock" in ast.unparse(node.items[0].context_expr):
-            yield "lock", node, lambda n=node: ast.If(ast.Constant(True), n.body, [])  # type: ignore[misc]
+            yield "lock", node, lambda n=node: ast.If(ast.Constant(True), n.body, [])
         elif isinstance(node, ast.Call) and _called(node) == "any":
-            yield "flag", node, lambda n=node: ast.Call(ast.Name("all"), n.args, [])  # type: ignore[misc]
+            yield "flag", node, lambda n=node: ast.Call(ast.Name("all"), n.args, [])
         elif isinstance(node, ast.FunctionDef) and node.name.startswith(("is_", "has_")):
             for inner in ast.walk(node):
                 if isinstance(inner, ast.Return) and inner.value is not None:
                     value = inner.value
-                    yield "state", inner, lambda v=value: ast.Return(ast.UnaryOp(ast.Not(), v))  # type: ignore[misc]
+                    yield "state", inner, lambda v=value: ast.Return(ast.UnaryOp(ast.Not(), v))
 
 
-def _called(node: ast.AST) -> str:
+def _called(node):
     if not isinstance(node, ast.Call):
         return ""
     return ast.unparse(node.func).rpartition(".")[2]
 
 
-def _plus_one(node: ast.expr) -> ast.expr:
+def _plus_one(node):
     return ast.BinOp(node, ast.Add(), ast.Constant(1))
 
 
-def _shifted(node: ast.Slice) -> ast.Slice:
+def _shifted(node):
     if node.upper is not None:
         return ast.Slice(node.lower, _plus_one(node.upper), node.step)
-    return ast.Slice(_plus_one(node.lower), node.upper, node.step)  # type: ignore[arg-type]
+    return ast.Slice(_plus_one(node.lower), node.upper, node.step)
 
 
 class _Replace(ast.NodeTransformer):
-    def __init__(self, place: tuple[int, int, type], made: ast.AST) -> None:
+    def __init__(self, place, made):
         self._place, self._made = place, made
 
-    def visit(self, node: ast.AST) -> ast.AST:
+    def visit(self, node):
         here = (getattr(node, "lineno", -1), getattr(node, "col_offset", -1), type(node))
         return self._made if here == self._place else super().generic_visit(node)
 
 
-def put(mutant_seed: int, package: Path) -> Mutant:
+def put(mutant_seed, package):
     """Put one defect into a copy of the package, and return it."""
     draw = random.Random(mutant_seed)
     files = [path for room in TESTS for path in sorted((package / room).glob("*.py"))]
@@ -105,7 +104,7 @@ def put(mutant_seed: int, package: Path) -> Mutant:
         if sites:
             break
     node, make = draw.choice(sites)
-    place = node.lineno, node.col_offset, type(node)  # type: ignore[attr-defined]
+    place = node.lineno, node.col_offset, type(node)
     before, made = ast.unparse(node), make()
     after = ast.unparse(ast.fix_missing_locations(made))
     changed = _Replace(place, made).visit(tree)
@@ -114,7 +113,7 @@ def put(mutant_seed: int, package: Path) -> Mutant:
     return Mutant(kind, name, place[0], before.split("\n")[0], after.split("\n")[0])
 
 
-def is_found(mutant: Mutant, package: Path, limit_s: float) -> str:
+def is_found(mutant, package, limit_s):
     """Return the first test that fails with the defect, "(no end)", or "" if all pass."""
     env = os.environ | {"PYTHONPATH": str(package.parent)}
     for file in TESTS[mutant.file.split("/")[0]]:
@@ -132,7 +131,7 @@ def is_found(mutant: Mutant, package: Path, limit_s: float) -> str:
     return ""
 
 
-def main() -> int:
+def main():
     """Run the trials; the exit code is 0 if every defect was found."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trials", type=int, default=80)

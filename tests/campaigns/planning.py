@@ -12,9 +12,8 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 HERE = Path(__file__).parent.parent
 sys.path[:0] = [str(HERE), str(HERE / "checkpoint")]
@@ -24,7 +23,6 @@ from shardwise.checkpoint.files import Entry, Files  # noqa: E402
 from shardwise.checkpoint.manifest import (  # noqa: E402  # noqa: E402
     MANIFEST,
     IndexRow,
-    Manifest,
     file_name,
     index_name,
     parse_manifest,
@@ -40,7 +38,7 @@ T = TypeVar("T")
 class Listed(Files):
     """A folder that lists the files of all ranks, though only a few of them are there."""
 
-    def __init__(self, manifest: Manifest) -> None:
+    def __init__(self, manifest):
         self._entries = []
         for rank, row in enumerate(manifest.ranks):
             names = [(index_name(rank), row.index_bytes)]
@@ -50,18 +48,18 @@ class Listed(Files):
             self._entries += [Entry(name, "file", size) for name, size in names]
         self._entries.append(Entry(MANIFEST, "file", 1))
 
-    def list(self, path: Path) -> list[Entry]:
+    def list(self, path):
         return self._entries
 
 
-def timed(what: str, work: Callable[[], T]) -> T:
+def timed(what, work):
     started_s = time.process_time()
     result = work()
     print(f"  {what:52} {time.process_time() - started_s:7.3f} s", flush=True)
     return result
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=10_000)
     parser.add_argument("--readers", type=int, default=7_000)
@@ -101,7 +99,7 @@ def main() -> None:
         print(f"  {chunks} chunks in the files of {len(owners)} ranks: {owners}")
 
 
-def owners_for(manifest: Manifest, reader: int, readers: int) -> list[int]:
+def owners_for(manifest, reader, readers):
     """Return the ranks of which a reading rank reads, and rank 0."""
     from shardwise.layout.boxes import owners_of
 
@@ -117,7 +115,7 @@ def owners_for(manifest: Manifest, reader: int, readers: int) -> list[int]:
     return sorted(found)
 
 
-def plan(checkpoint: Checkpoint, wanted: list[Any], memory: memoryview) -> int:
+def plan(checkpoint, wanted, memory):
     return sum(
         len(checkpoint.chunks(info, lo, hi, memory[: 4 * (hi - lo)])) for _, info, lo, hi in wanted
     )

@@ -29,13 +29,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 HERE = Path(__file__).parent.parent
 sys.path[:0] = [str(HERE), str(HERE / "train")]
 
 import ranks  # noqa: E402 - found through the line above
-from programs import Program, is_running, start_program  # noqa: E402
+from programs import is_running, start_program  # noqa: E402
 from resumes import TINY, curve_of, train, write_text  # noqa: E402
 from shardwise.checkpoint.memory import ROOT, folder_in_memory  # noqa: E402
 
@@ -43,7 +42,7 @@ STEPS = 40
 LATEST_S = 0.05  # a kill's moment after the step's line
 IN_RECOVERY_S = 1.5  # or after the kill before
 WHOM = ("a rank", "all ranks", "all ranks", "launcher", "launcher alone", "SIGTERM")
-SETTINGS: list[tuple[int, dict[str, Any]]] = [
+SETTINGS = [
     (1, {"stage": 0, "precision": "fp32"}),
     (2, {"stage": 3, "precision": "bf16"}),
     (2, {"stage": 1, "precision": "bf16", "layout": "flat", "tied_head": True}),
@@ -63,11 +62,11 @@ class Trial:
     kills: tuple[tuple[str, int | None, float], ...]
 
     @classmethod
-    def drawn(cls, seed: int, number: int) -> Trial:
+    def drawn(cls, seed, number):
         draw = random.Random(f"{seed} {number}")
         setting = draw.randrange(len(SETTINGS))
         memory_every, save_every = draw.choice([(1, 0), (1, 3), (2, 0), (2, 5), (3, 2), (0, 1)])
-        kills, step = list[tuple[str, int | None, float]](), 1
+        kills, step = [], 1
         for number in range(draw.choice([1, 1, 2, 3])):
             whom = draw.choice(WHOM)
             if number and draw.random() < 0.4:
@@ -79,7 +78,7 @@ class Trial:
 
 
 @cache
-def quiet_curve(setting: int, folder: Path) -> list[tuple[int, str, str]]:
+def quiet_curve(setting, folder):
     """Return the curve of a setting's run that nobody kills."""
     world_size, flags = SETTINGS[setting]
     output = folder / f"quiet{setting}"
@@ -88,7 +87,7 @@ def quiet_curve(setting: int, folder: Path) -> list[tuple[int, str, str]]:
     return curve_of(output)
 
 
-def run_trial(trial: Trial, folder: Path, output: Path, counted: Counter[str]) -> str:
+def run_trial(trial, folder, output, counted):
     """Run a trial; return what was wrong, or ""."""
     world_size, flags = SETTINGS[trial.setting]
     output.mkdir()
@@ -100,17 +99,17 @@ def run_trial(trial: Trial, folder: Path, output: Path, counted: Counter[str]) -
     paths = {key: str(flags[key]) for key in ("data", "output")}
     config.write_text(json.dumps({**flags, **paths}))  # which is YAML, too
 
-    def start() -> Program:
+    def start():
         return start_program(output, "shardwise", "train", config, launches=True)
 
-    job, seen, lines = start(), set[int](), output / "run" / "metrics.jsonl"
+    job, seen, lines = start(), set(), output / "run" / "metrics.jsonl"
     for whom, step, after_s in trial.kills:
         until(job, lambda step=step: step is None or reached(lines, step))
         time.sleep(after_s)
         if not job.process.is_alive():
             break  # it was faster
         counted["kills"] += 1
-        pids: list[int] = []
+        pids = []
         with suppress(FileNotFoundError):
             pids = job.ranks
         seen.update(pids)
@@ -141,27 +140,27 @@ def run_trial(trial: Trial, folder: Path, output: Path, counted: Counter[str]) -
     return ""
 
 
-def reached(lines: Path, step: int) -> bool:
+def reached(lines, step):
     """Tell whether the run has written the line of a step; it may be past it already."""
     with suppress(FileNotFoundError):
         return any(f'"step": {n}, "loss"' in lines.read_text() for n in range(step, STEPS + 1))
     return False
 
 
-def until(job: Program, holds: Any) -> None:
+def until(job, holds):
     deadline = time.monotonic() + ranks.HANG_S
     while not holds() and job.process.is_alive():
         assert time.monotonic() < deadline, "the step never came"
         time.sleep(0.002)
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("--first", type=int, default=0, help="the number of the first trial")
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
-    verdicts: Counter[str] = Counter()
+    verdicts = Counter()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_text(folder)

@@ -5,7 +5,6 @@ elsewhere. Pages of source files have one layout; a few stand for all.
 """
 
 import threading
-from collections.abc import Iterator
 from functools import cache
 from html.parser import HTMLParser
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -15,7 +14,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 from browser import MEASURE, browser
-from devtools import Tab, open_browser
+from devtools import open_browser
 
 SITE = Path(__file__).parents[2] / "build" / "site"
 ALL = sorted(path.relative_to(SITE).as_posix() for path in SITE.rglob("*.html"))
@@ -52,19 +51,19 @@ FOUND = "document.querySelectorAll('#search-results li a').length"
 class _Files(SimpleHTTPRequestHandler):
     """Serves the site, and tells the browser to load nothing else."""
 
-    def __init__(self, *arguments: object) -> None:
-        super().__init__(*arguments, directory=str(SITE))  # type: ignore[arg-type]
+    def __init__(self, *arguments):
+        super().__init__(*arguments, directory=str(SITE))
 
-    def end_headers(self) -> None:
+    def end_headers(self):
         self.send_header("Content-Security-Policy", NOTHING_FROM_ELSEWHERE)
         super().end_headers()
 
-    def log_message(self, *arguments: object) -> None:
+    def log_message(self, *arguments):
         pass
 
 
 @pytest.fixture(scope="module")
-def address() -> Iterator[str]:
+def address():
     with ThreadingHTTPServer(("127.0.0.1", 0), _Files) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/"
@@ -72,7 +71,7 @@ def address() -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
+def tab(tmp_path_factory):
     with open_browser(browser(), tmp_path_factory.mktemp("profile")) as opened:
         yield opened
 
@@ -80,11 +79,11 @@ def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
 class _Page(HTMLParser):
     """The anchors of a page, and the addresses that it links to or loads."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.anchors, self.targets, self.loaded = {""}, list[str](), list[str]()
+        self.anchors, self.targets, self.loaded = {""}, [], []
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         of = {name: value or "" for name, value in attrs}
         self.anchors |= {of.get("id", ""), of.get("name", "")}
         if "href" in of:
@@ -94,7 +93,7 @@ class _Page(HTMLParser):
 
 
 @cache
-def page_at(path: Path) -> _Page:
+def page_at(path):
     page = _Page()
     page.feed(path.read_text(encoding="utf-8"))
     return page

@@ -18,10 +18,9 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [
@@ -40,8 +39,8 @@ CAMPAIGNS = ("kill", "power", "crashes", "errors", "damage", "reshard")
 Trial = Callable[[int, random.Random], str]
 
 
-def _stopped(campaign: kills.Kills, options: argparse.Namespace) -> Trial:
-    def trial(number: int, rng: random.Random) -> str:
+def _stopped(campaign, options):
+    def trial(number, rng):
         if options.spread:
             drawn = kills.spread(rng, number, options.trials)
         else:
@@ -57,7 +56,7 @@ def _stopped(campaign: kills.Kills, options: argparse.Namespace) -> Trial:
 
 
 @contextmanager
-def campaign(options: argparse.Namespace, folder: Path) -> Iterator[Trial]:
+def campaign(options, folder):
     """Give the function that runs one trial: it returns a verdict, or raises for a violation."""
     if options.campaign == "crashes":
         yield in_memory.crash
@@ -75,7 +74,7 @@ def campaign(options: argparse.Namespace, folder: Path) -> Iterator[Trial]:
             yield damages.run
 
 
-def run_trials(options: argparse.Namespace, numbers: list[int]) -> Iterator[dict[str, Any]]:
+def run_trials(options, numbers):
     """Run some trials in this process; yield a row for each."""
     prefix = f"soak-{options.campaign}-"
     with (
@@ -83,7 +82,7 @@ def run_trials(options: argparse.Namespace, numbers: list[int]) -> Iterator[dict
         campaign(options, Path(folder)) as trial,
     ):
         for number in numbers:
-            row: dict[str, Any] = {"number": number}
+            row = {"number": number}
             begin = time.monotonic()
             try:
                 row["verdict"] = trial(number, random.Random(f"{options.seed}/{number}"))
@@ -97,7 +96,7 @@ def run_trials(options: argparse.Namespace, numbers: list[int]) -> Iterator[dict
             yield row
 
 
-def in_jobs(options: argparse.Namespace, numbers: list[int]) -> list[dict[str, Any]]:
+def in_jobs(options, numbers):
     """Share the trials among processes; return their rows."""
     if options.jobs == 1:
         return list(run_trials(options, numbers))
@@ -114,7 +113,7 @@ def in_jobs(options: argparse.Namespace, numbers: list[int]) -> list[dict[str, A
         return [json.loads(line) for line in lines]
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("campaign", choices=CAMPAIGNS)
     parser.add_argument("--trials", type=int, default=100)
@@ -129,7 +128,7 @@ def main() -> int:
     worlds.warm_up()
     numbers = list(range(options.trials)) if options.only is None else [options.only]
     begin = time.monotonic()
-    verdicts: Counter[str] = Counter()
+    verdicts = Counter()
     violations, seconds = [], 0.0
     for row in in_jobs(options, numbers):
         verdicts[row["verdict"]] += 1

@@ -1,16 +1,14 @@
 """Trials of the campaigns `damage` and `reshard`: real ranks save, others load and count."""
 
 import pickle
-import random
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import shardwise
 import test_damage
 from stamped import build, count, stamp
-from worlds import Hear, Say, World, in_a_world
+from worlds import World, in_a_world
 
 LAYOUTS = ("rows", "flat")
 OTHER_WAYS = ("page", "cut", "extension", "removal", "step", "run", "rank", "duplicate", "kind")
@@ -20,11 +18,11 @@ WAYS = (*["bit"] * 12, *OTHER_WAYS)
 class Damages:
     """Damage after damage in a world of two ranks for each layout, checked as in the tests."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self._folder = folder
-        self._worlds: dict[str, World] = {}
+        self._worlds = {}
 
-    def run(self, number: int, rng: random.Random) -> str:
+    def run(self, number, rng):
         """Return how it was found; raise if it was not."""
         layout, way, seed = rng.choice(LAYOUTS), rng.choice(WAYS), rng.randrange(1 << 32)
         world = self._worlds.pop(layout, None) or self._open(layout)
@@ -42,10 +40,10 @@ class Damages:
         self._worlds[layout] = world
         return "harmless to a load" if rows[0]["damage"].harmless else f"{way}: found and named"
 
-    def _open(self, layout: str) -> World:
+    def _open(self, layout):
         folder = Path(tempfile.mkdtemp(dir=self._folder))
 
-        def body(rank: int, say: Say, hear: Hear) -> None:
+        def body(rank, say, hear):
             patient = test_damage.Patient(rank, folder, layout)
             while True:
                 way, seed = hear().split()
@@ -53,7 +51,7 @@ class Damages:
 
         return World(2, body)
 
-    def close(self) -> None:
+    def close(self):
         """End the worlds."""
         for world in self._worlds.values():
             world.close()
@@ -62,17 +60,17 @@ class Damages:
 class Reshards:
     """Save with some stage, layout and number of ranks, load with others; count the elements."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self._folder = folder / "run"
 
-    def run(self, number: int, rng: random.Random) -> str:
+    def run(self, number, rng):
         """Return from how many ranks to how many it went; raise if an element is wrong."""
         ways = [(rng.randint(0, 3), rng.choice(("rows", "flat")), rng.randint(1, 4)) for _ in "ab"]
         width, depth = rng.randint(1, 40), rng.randint(1, 3)
         folder = self._folder
 
-        def body(way: tuple[int, str, int], saving: bool) -> Any:
-            def of_rank(rank: int, say: Say, hear: Hear) -> None:
+        def body(way, saving):
+            def of_rank(rank, say, hear):
                 model, optimizer = build(way[0], way[1], width, depth)
                 stamp(model, optimizer, "A" if saving else "Z")
                 if saving:

@@ -19,7 +19,6 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch._dynamo  # the first optimizer step of a process imports it: once here, in no rank
@@ -34,13 +33,13 @@ TIMEOUT_S = 900.0  # of a hang; a slow machine is none
 class World:
     """Ranks under way; use it as a context, which kills what still runs."""
 
-    def __init__(self, num_ranks: int, body: Body) -> None:
+    def __init__(self, num_ranks, body):
         self.scratch = tempfile.mkdtemp(prefix="world-")
-        self.said: list[list[dict[str, Any]]] = [[] for _ in range(num_ranks)]
-        self._pids: list[int] = []
+        self.said = [[] for _ in range(num_ranks)]
+        self._pids = []
         self._alive = set(range(num_ranks))
-        self._up: list[int] = []
-        self._down: list[int] = []
+        self._up = []
+        self._down = []
         self._rest = [b""] * num_ranks
         for rank in range(num_ranks):
             (up, say), (hear, down) = os.pipe(), os.pipe()
@@ -56,7 +55,7 @@ class World:
             self._up.append(up)
             self._down.append(down)
 
-    def wait(self, *kinds: str, timeout_s: float = TIMEOUT_S) -> None:
+    def wait(self, *kinds, timeout_s=TIMEOUT_S):
         """Return when every rank has said one of these, or an error, or is dead."""
         end = time.monotonic() + timeout_s
         while waiting := [rank for rank in self._alive if not self.has_said(rank, *kinds, "error")]:
@@ -65,7 +64,7 @@ class World:
                 raise TimeoutError(f"ranks {waiting} said nothing of {kinds}: {self.said}")
             self.listen(rest, waiting)
 
-    def listen(self, timeout_s: float, ranks: list[int] | None = None) -> None:
+    def listen(self, timeout_s, ranks=None):
         """Take in what was said, at the latest after the time."""
         listened = self._alive if ranks is None else ranks
         by_fd = {self._up[rank]: rank for rank in listened if rank in self._alive}
@@ -82,27 +81,27 @@ class World:
                 *lines, self._rest[rank] = (self._rest[rank] + data).split(b"\n")
                 self.said[rank] += [json.loads(line) for line in lines]
 
-    def has_said(self, rank: int, *kinds: str) -> bool:
+    def has_said(self, rank, *kinds):
         """Tell whether a rank has said one of these."""
         return any(message["kind"] in kinds for message in self.said[rank])
 
-    def any_said(self, kind: str) -> bool:
+    def any_said(self, kind):
         """Tell whether any rank has said this."""
         return any(self.has_said(rank, kind) for rank in range(len(self.said)))
 
-    def all_of(self, kind: str) -> list[dict[str, Any]]:
+    def all_of(self, kind):
         """Return what each rank said of this kind; raise if one did not."""
         missing = [rank for rank in range(len(self.said)) if not self.has_said(rank, kind)]
         if missing:
             raise RuntimeError(f"ranks {missing} did not say {kind!r}: {self.said}")
         return [next(m for m in said if m["kind"] == kind) for said in self.said]
 
-    def go(self, word: str = "go", but: bool = False) -> None:
+    def go(self, word="go", but=False):
         """Let all ranks go on, with a word of at most a line; ``but``: all but the last one."""
         for fd in self._down[: len(self._down) - but]:
             os.write(fd, word.encode() + b"\n")
 
-    def kill(self, *ranks: int) -> None:
+    def kill(self, *ranks):
         """Send SIGKILL, to all ranks if none is named.
 
         They are stopped first: on a busy machine one would see another die before its own turn.
@@ -111,13 +110,13 @@ class World:
             for rank in ranks or range(len(self._pids)):
                 os.kill(self._pids[rank], number)
 
-    def __enter__(self) -> "World":
+    def __enter__(self):
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self.close()
 
-    def close(self) -> None:
+    def close(self):
         """Kill what still runs, and clear up; what had been said is kept."""
         self.kill()
         for pid in self._pids:
@@ -128,15 +127,13 @@ class World:
         shutil.rmtree(self.scratch, ignore_errors=True)
 
 
-def _live(
-    rank: int, num_ranks: int, body: Body, scratch: str, up: int, down: int
-) -> None:  # and never return
-    def say(kind: str, **more: Any) -> None:
+def _live(rank, num_ranks, body, scratch, up, down):  # and never return
+    def say(kind, **more):
         os.write(up, json.dumps({"kind": kind, **more}).encode() + b"\n")
 
     words = os.fdopen(down)
 
-    def hear() -> str:
+    def hear():
         word = words.readline()
         if not word:
             os._exit(1)  # the parent is dead
@@ -168,14 +165,14 @@ def _live(
         os._exit(0)
 
 
-def in_a_world(num_ranks: int, body: Body, kind: str = "done") -> list[dict[str, Any]]:
+def in_a_world(num_ranks, body, kind="done"):
     """Run a body on fresh ranks; return what each said of this kind."""
     with World(num_ranks, body) as world:
         world.wait(kind)
         return world.all_of(kind)
 
 
-def warm_up() -> None:
+def warm_up():
     """Make this process fit to be forked: one thread, and no page written without need."""
     torch.set_num_threads(1)
     gc.collect()

@@ -2,8 +2,6 @@
 
 import json
 import os
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,11 +19,11 @@ ONE = torch.ones(1)
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
 
-def write_index(folder: Path, weight_map: object) -> None:
+def write_index(folder, weight_map):
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
-def two_files(folder: Path) -> dict[str, str]:
+def two_files(folder):
     """Write a sharded model; return its right weight_map."""
     folder.mkdir(exist_ok=True)
     save_file({"a": torch.arange(6.0).view(2, 3), "b": torch.ones(2)}, folder / FIRST)
@@ -68,12 +66,12 @@ def test_a_range_is_that_range_of_the_flat_tensor(tmp_path_factory, numel, ends)
 def test_only_the_asked_bytes_are_read(tmp_path, monkeypatch):
     save_file({"w": torch.randn(1000, 100)}, tmp_path / "model.safetensors")
     source = open_huggingface(tmp_path)
-    asked: list[int] = []
+    asked = []
     read_into = files_module.Reader.read_into
 
-    def counted(self: object, offset: int, buffer: memoryview) -> None:
+    def counted(self, offset, buffer):
         asked.append(buffer.nbytes)
-        read_into(self, offset, buffer)  # type: ignore[arg-type]
+        read_into(self, offset, buffer)
 
     monkeypatch.setattr(files_module.Reader, "read_into", counted)
     source.read(source.tensors[0], 150, 357)
@@ -128,10 +126,10 @@ def test_a_hostile_name_in_an_index_is_refused_before_it_is_opened(tmp_path, nam
     weight_map = two_files(tmp_path / "model")
     save_file({"c": torch.tensor(7)}, tmp_path / "model.safetensors")
     write_index(tmp_path / "model", weight_map | {"c": name})
-    opened: list[str] = []
+    opened = []
     real_open = files_module.Files.open
 
-    def watched(self: files_module.Files, path: Path) -> files_module.Reader:
+    def watched(self, path):
         opened.append(path.name)
         return real_open(self, path)
 
@@ -150,7 +148,7 @@ def test_an_index_without_a_weight_map_is_refused(tmp_path, text):
 
 
 # How an index and its files differ: the change, given the folder and the weight_map; the message.
-DIFFERENCES: dict[str, tuple[Callable[[Path, dict[str, str]], object], str]] = {
+DIFFERENCES = {
     "a tensor that its file lacks": (
         lambda folder, index: write_index(folder, index | {"d": FIRST}),
         rf"{FIRST} lacks tensor 'd'",

@@ -127,8 +127,7 @@ def batch(number, rows=ROWS):
 
 
 def loss_of(model, number=0, rows=ROWS):
-    loss = model(batch(number, rows)).float().square().mean()
-    return loss
+    return model(batch(number, rows)).float().square().mean()
 
 
 def train(model, steps=3, micro_batches=2):

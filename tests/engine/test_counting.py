@@ -43,8 +43,7 @@ class Pair(nn.Module):
         self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
 
     def forward(self, x):
-        made = self.down(torch.tanh(self.up(self.norm(x))))
-        return made
+        return self.down(torch.tanh(self.up(self.norm(x))))
 
 
 def block_of(axes, *, by_sequence=False):

@@ -40,8 +40,7 @@ class Net(nn.Module):
 
 
 def local_of(tensor):
-    found = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return found
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def make(kind="int8", param=None, **options):

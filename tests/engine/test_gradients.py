@@ -25,8 +25,7 @@ class Block(nn.Module):
         self.down = nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x):
-        found = x + self.down(torch.tanh(self.up(x)))
-        return found
+        return x + self.down(torch.tanh(self.up(x)))
 
 
 class Net(nn.Module):
@@ -35,8 +34,7 @@ class Net(nn.Module):
         self.layers = nn.Sequential(Block(), Block())
 
     def forward(self, x):
-        found = self.layers(x)
-        return found
+        return self.layers(x)
 
 
 def parallel(model, axes):
@@ -62,8 +60,7 @@ class Odd(nn.Module):
         self.codes = nn.Parameter(torch.ones(WIDTH, dtype=torch.uint8), requires_grad=False)
 
     def forward(self, x):
-        found = self.submodule(torch.tanh(self.module(x))) * self.codes
-        return found
+        return self.submodule(torch.tanh(self.module(x))) * self.codes
 
 
 def odd_on_meta():

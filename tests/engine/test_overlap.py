@@ -66,8 +66,7 @@ def make_optimizer(name, model):
     groups = [{"params": params[:3], "weight_decay": 0.1}, {"params": params[3:]}]
     options = copy.deepcopy({"lr": 0.05, **options})  # a learning rate may be a tensor
     of = optim.AdamW if kind == "shardwise" else getattr(torch.optim, kind)
-    made = of(groups, **options)
-    return made
+    return of(groups, **options)
 
 
 def train(model, optimizer, steps=4, clip=0.1, first=0):

@@ -14,6 +14,7 @@ from roundings import assert_rounded_alike, of_gradient
 from shardwise.config import Units
 from shardwise.errors import ConfigError
 from shardwise.interop.fsdp2 import fully_shard
+from trainer import full
 
 WIDTH, EXPERTS, ROWS = 12, 4, 3
 
@@ -54,11 +55,6 @@ ROUNDINGS = of_gradient(*(WIDTH * EXPERTS,) * 2, WIDTH, over=ROWS * 4)
 
 def batch_of(step, num_ranks):
     return torch.randn(ROWS * num_ranks, WIDTH, generator=torch.Generator().manual_seed(step))
-
-
-def full(tensor):
-    found = tensor.full_tensor()
-    return found
 
 
 def trains(rank, num_ranks, model, plain, num_sums):

@@ -17,6 +17,7 @@ from ranks import on_ranks
 from roundings import assert_rounded_alike, of_gradient
 from shardwise.errors import ConfigError, ReplicaError, ShardError
 from shardwise.interop.fsdp2 import fully_shard
+from trainer import full
 
 WIDTH, HIDDEN = Block.WIDTH, Block.HIDDEN
 ROWS = 4  # of each rank's batch
@@ -35,11 +36,6 @@ def parallel(model, mesh):
     for block in model.layers:
         parallelize_module(block, mesh, plan)
     return model
-
-
-def full(tensor):
-    found = tensor.full_tensor()
-    return found
 
 
 def batch_of(step, dp):

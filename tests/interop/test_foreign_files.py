@@ -5,8 +5,6 @@ import copy
 import json
 import re
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +16,6 @@ from programs import run_program
 from shardwise.cli.train import read_run
 from shardwise.errors import ConfigError
 from shardwise.interop.deepspeed import from_deepspeed
-from shardwise.interop.foreign_keys import Report
 from shardwise.interop.foreign_settings import read_accelerate_keys, read_train_keys
 from shardwise.interop.foreign_writing import to_accelerate, to_deepspeed
 from shardwise.keys import read_keys
@@ -32,7 +29,7 @@ train = partial(call_command, "train")
 ZERO_2 = {"zero_optimization": {"stage": 2, "stage3_prefetch_bucket_size": 10}}
 
 
-def write_both(folder: Path, content: dict[str, Any], **named: Any) -> Path:
+def write_both(folder, content, **named):
     """Write a DeepSpeed JSON, and accelerate's YAML that names it."""
     write(folder, content)
     block = {"deepspeed_config_file": "ds.json", **named.pop("deepspeed_config", {})}
@@ -108,7 +105,7 @@ def test_accelerates_mesh_becomes_replicas_and_more_than_data_is_refused(tmp_pat
     path = tmp_path / "accelerate.yaml"
     sizes = {"dp_replicate_size": 2, "dp_shard_size": 4, "tp_size": 1, "cp_size": 1}
 
-    def read(ranks: int, **others: int) -> Any:
+    def read(ranks, **others):
         block = {f"parallelism_config_{k}": v for k, v in {**sizes, **others}.items()}
         named = {"fsdp_config": {"fsdp_version": 2}, "num_machines": 2, "num_processes": ranks}
         path.write_text(yaml.safe_dump({**named, "parallelism_config": block}))
@@ -127,7 +124,7 @@ def test_accelerates_mesh_becomes_replicas_and_more_than_data_is_refused(tmp_pat
 
 FSDP_BLOCK = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_reshard_after_forward": "FALSE"}}
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 0.001}}
-FORMS: list[tuple[str, dict[str, Any], str]] = [
+FORMS = [
     ("default_config.json", FSDP_BLOCK, "accelerate"),
     ("accelerate.yaml", {"mixed_precision": "no", "num_processes": 2}, "accelerate"),
     ("ds_config.conf", {**ZERO_2, "optimizer": OPTIMIZER}, "deepspeed"),
@@ -184,7 +181,7 @@ def test_a_class_of_another_model_is_taken_over_with_a_hint(tmp_path):
 
 # `shardwise convert`: files that are read can be written again; losses are reported.
 
-OURS: list[dict[str, Any]] = [
+OURS = [
     {"stage": 3, "precision": "bf16", "micro_batch": 2, "accumulation": 3, "prefetch_bytes": 4000},
     {"stage": 0, "precision": "fp32", "optimizer": "sgd", "optimizer_options": {"momentum": 0.9}},
     {"stage": 2, "precision": "fp16", "loss_scale": 1024.0, "loss_scale_window": 50},
@@ -226,7 +223,7 @@ def test_ours_written_for_deepspeed_and_read_again_is_the_same_run(tmp_path, giv
 
 TO_O = "  offload_optimizer_device: nvme\n  offload_optimizer_nvme_path: /o\n"
 TO_P = "  offload_param_device: nvme\n  offload_param_nvme_path: /p\n"
-ACCELERATE: list[tuple[str, dict[str, Any]]] = [
+ACCELERATE = [
     (
         "fsdp_config:\n  fsdp_version: 2\n  fsdp_reshard_after_forward: true\n"
         "  fsdp_transformer_layer_cls_to_wrap: Block,Head\n  fsdp_activation_checkpointing: true\n",
@@ -415,7 +412,7 @@ def test_how_moments_are_kept_is_left_out_of_a_deepspeed_config():
     assert line.fate == "ignored"
 
 
-OFFLOADS: list[tuple[int, Any, dict[str, Any], str]] = [
+OFFLOADS = [
     (3, "cpu", {"offload_optimizer": "cpu", "offload_param": "cpu"}, ""),
     (2, "cpu", {"offload_optimizer": "cpu"}, ""),
     (3, "nvme:/a", {"offload_optimizer": "/a", "offload_param": "cpu"}, ""),
@@ -468,9 +465,7 @@ def test_fsdp2_has_all_in_host_memory_or_nothing(offload, is_told):
 # Hugging Face's ZeRO-3 JSON, all at "auto": our keys decide, and the report has their sources.
 
 
-def read(
-    file: Path, flags: dict[str, Any], yaml_file: Path | None = None, ranks: int = 2
-) -> tuple[TrainConfig, Report]:
+def read(file, flags, yaml_file=None, ranks=2):
     config, report = read_run(
         yaml_file, {**flags, "deepspeed": file}, RankPlace(0, ranks, 0, ranks)
     )
@@ -540,7 +535,6 @@ def test_a_yaml_fills_what_is_auto_and_a_flag_wins_over_numbers_too(tmp_path):
     file = write(tmp_path, content)
     flags = {"lr": "0.25", "warmup_steps": "5", "optimizer_options": "{eps: 1e-5}"}
     config, report = read(file, {**flags, "micro_batch": "6"})
-    assert config.curve is not None
     assert config.curve.given == {"warmup_num_steps": 5, "warmup_type": "linear"}
     assert config.optimizer_options == {"eps": 1e-5, "amsgrad": True}
     lines = {line.key: line for line in report.lines}
@@ -680,11 +674,11 @@ def test_the_command_trains_with_the_json_and_its_flags(tmp_path):
 
 # `shardwise train --deepspeed` on two ranks: the losses of the same run from our own YAML.
 
-RUN: dict[str, Any] = {
+RUN = {
     **{"dim": 32, "layers": 2, "heads": 2, "seq": 32, "steps": 6, "sample_tokens": 0},
     **{"eval_windows": 0, "data": argparse.__file__, "ranks": 2},
 }
-DEEPSPEED: dict[str, Any] = {
+DEEPSPEED = {
     "train_batch_size": 8,
     "gradient_accumulation_steps": 2,
     "gradient_clipping": 0.5,
@@ -699,7 +693,7 @@ DEEPSPEED: dict[str, Any] = {
     },
     "zero_optimization": {"stage": 2, "overlap_comm": True},
 }
-OURS: dict[str, Any] = {
+OURS = {
     **{"stage": 2, "precision": "fp32", "micro_batch": 2, "accumulation": 2, "global_batch": 8},
     **{"grad_clip": 0.5, "lr": 0.01, "beta1": 0.8, "beta2": 0.9, "weight_decay": 0.03},
     "optimizer_options": {"eps": 1e-6},
@@ -710,13 +704,13 @@ OURS: dict[str, Any] = {
 }
 
 
-def run(*arguments: object, num_ranks: int | None = None) -> str:
+def run(*arguments, num_ranks=None):
     done = run_program("shardwise", "train", *arguments, num_ranks=num_ranks, launches=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def metrics(folder: Path) -> list[tuple[float, float]]:
+def metrics(folder):
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [(line["loss"], line["lr"]) for line in map(json.loads, lines)]
 

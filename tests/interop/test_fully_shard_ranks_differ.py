@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from roundings import SMOOTH_EPS, assert_rounded_alike, of_gradient
 from shardwise import Precision, debug, fully_shard
 from shardwise.errors import CollectiveError, ConfigError
@@ -46,7 +46,12 @@ def batches_of(rank, num_steps):
     ]  # expert 3 is used by nobody
 
 
-def train(rank, world_size, has_replicas):
+@pytest.mark.parametrize(
+    ("world_size", "has_replicas"),
+    [(1, False), (2, False), pytest.param(3, False, marks=pytest.mark.kernels), (4, True)],
+)
+@on_ranks()
+def test_ranks_may_use_different_parameters_of_one_module(rank, world_size, has_replicas):
     """Compare with one process that sees all ranks' batches; in whole numbers of micro-batches."""
     torch.manual_seed(0)
     truth = Model().double()
@@ -81,14 +86,6 @@ def train(rank, world_size, has_replicas):
             optimizer.step()
             optimizer.zero_grad()
     assert any("experts.3" in name for name in nobody)
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "has_replicas"),
-    [(1, False), (2, False), pytest.param(3, False, marks=pytest.mark.kernels), (4, True)],
-)
-def test_ranks_may_use_different_parameters_of_one_module(num_ranks, has_replicas):
-    run_ranks(train, num_ranks, has_replicas)
 
 
 class Pair(nn.Module):

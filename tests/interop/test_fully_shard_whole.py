@@ -176,7 +176,6 @@ def test_full_parameters_may_be_read_changed_and_differentiated(rank):
         penalty.backward()
         fulls = {name: param.detach().clone() for name, param in model.named_parameters()}
     for name, param in model.named_parameters():
-        assert param.grad is not None
         assert torch.equal(param.grad.full_tensor(), 2 * fulls[name])
 
 

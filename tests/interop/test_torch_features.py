@@ -42,8 +42,7 @@ def compile_blocks(model, backend):
 
 
 def compile_whole(model, backend):
-    compiled = torch.compile(model, backend=backend)
-    return compiled
+    return torch.compile(model, backend=backend)
 
 
 def compile_in_place(model, backend):
@@ -52,8 +51,7 @@ def compile_in_place(model, backend):
 
 
 def shard_fully(model):
-    sharded = sharded_by_block(model)
-    return sharded
+    return sharded_by_block(model)
 
 
 def train_compiled(rank, steps, compiled_by, before, sharded):

@@ -29,8 +29,7 @@ def generate(model, rank, seed, **options):
     prompt = torch.tensor([[3, 5, 7 + rank], [9 + rank, 1, 1]])
     torch.manual_seed(seed)
     mask = torch.ones_like(prompt)
-    tokens = model.generate(prompt, attention_mask=mask, pad_token_id=0, **options)
-    return tokens
+    return model.generate(prompt, attention_mask=mask, pad_token_id=0, **options)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "t5"])

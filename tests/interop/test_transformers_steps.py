@@ -27,8 +27,7 @@ def ids(random):
 
 def own_loss(model, tokens):
     """Return the model's own loss, which comes in a ModelOutput."""
-    loss = model(input_ids=tokens, labels=tokens).loss
-    return loss
+    return model(input_ids=tokens, labels=tokens).loss
 
 
 def pictures(random):
@@ -36,8 +35,7 @@ def pictures(random):
 
 
 def loss_of_pictures(model, pixels):
-    loss = model(pixel_values=pixels, labels=torch.tensor([0, 1])).loss
-    return loss
+    return model(pixel_values=pixels, labels=torch.tensor([0, 1])).loss
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))

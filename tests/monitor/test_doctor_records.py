@@ -5,10 +5,8 @@ Each test takes a healthy record and changes what the failure changes.
 
 import json
 import re
-from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -34,7 +32,6 @@ from shardwise.monitor.record import (
     NonFinite,
     OtherSave,
     OutOfMemory,
-    RankLine,
     RunFacts,
     RunRecord,
     Save,
@@ -78,14 +75,14 @@ HEALTHY = {  # of all ranks alike: an accelerator, steps of a second
 }
 
 
-def unit(name: str, **other: Any) -> UnitFacts:
+def unit(name, **other):
     told = {"full_bytes": LAYER, "rank_bytes": LAYER // 8, "padding_bytes": 0, "layout": "rows"}
     return UnitFacts(
         name, "Block", 12, LAYER // 4, **{**told, "dtype": "float32 (computes in bfloat16)"} | other
     )
 
 
-def facts(**other: Any) -> RunFacts:
+def facts(**other):
     told = {
         "stage": 3,
         "degrees": {"shard": 8},
@@ -100,22 +97,16 @@ def facts(**other: Any) -> RunFacts:
     return RunFacts(**told | other)
 
 
-def memory_line(engine_gib: float, other_gib: float) -> Memory:
+def memory_line(engine_gib, other_gib):
     moment = Moment("b", "", {"param_full": int(engine_gib * GIB)}, int(other_gib * GIB))
     files = {"layers.0": {"optimizer_state": 8 * GIB}}
     return Memory(3, [moment], 0, {"device": {}, "host": {}, "files": files})
 
 
-def run_of(
-    changes: Mapping[str, float | OverRanks] = {},
-    memory: Memory | None = None,
-    values: Mapping[str, float | None] | None = None,
-    waited_for: Mapping[int, Mapping[int, float]] | None = None,
-    **of_facts: Any,
-) -> RunRecord:
+def run_of(changes=None, memory=None, values=None, waited_for=None, **of_facts):
     metrics = {
         name: value if isinstance(value, OverRanks) else OverRanks(value, value, value, 0, 0)
-        for name, value in {**HEALTHY, **changes}.items()
+        for name, value in {**HEALTHY, **(changes or {})}.items()
     }
     lines = tuple(
         StepLine(n, 1, float(n), metrics, values or {"loss": 2.0}, waited_for or {})
@@ -125,24 +116,24 @@ def run_of(
     return RunRecord(Path("x"), facts(**of_facts), lines, own, idle_s=5.0)
 
 
-def codes(run: RunRecord) -> list[str]:
+def codes(run):
     return [finding.code for finding in diagnose(run).findings]
 
 
-def layers(count: int, prefix: str = "layers.", **other: Any) -> tuple[UnitFacts, ...]:
+def layers(count, prefix="layers.", **other):
     return tuple(unit(f"{prefix}{number}", **other) for number in range(count))
 
 
-def with_lines(*lines: RankLine) -> RunRecord:
+def with_lines(*lines):
     """Return a run of whose rank 0 only these lines are known."""
     return replace(run_of(), by_rank={0: lines})
 
 
-def ended(error: str, **other: Any) -> End:
+def ended(error, **other):
     return replace(End(8, error, 1.0, "x", None, 9, "forward", "layers.0"), **other)
 
 
-def over_time(run: RunRecord, line_s: float, saves: Iterable[int] = ()) -> RunRecord:
+def over_time(run, line_s, saves=()):
     """Let a line come every so many seconds, and be of so many steps, some with a save."""
     one, steps = OverRanks(0.001, 0.001, 0.001, 0, 0), []
     for n, line in enumerate(run.steps):
@@ -152,10 +143,10 @@ def over_time(run: RunRecord, line_s: float, saves: Iterable[int] = ()) -> RunRe
     return replace(run, steps=tuple(steps))
 
 
-def in_turn(run: RunRecord) -> RunRecord:
+def in_turn(run):
     """Let another rank be the least in each line."""
 
-    def turned(value: OverRanks, n: int) -> OverRanks:
+    def turned(value, n):
         return replace(value, min_rank=n % 8, max_rank=(n + 1) % 8)
 
     steps = (
@@ -165,7 +156,7 @@ def in_turn(run: RunRecord) -> RunRecord:
     return replace(run, steps=tuple(steps))
 
 
-def retries_of(run: RunRecord) -> RunRecord:
+def retries_of(run):
     steps = []
     for line in run.steps:
         retries = OverRanks(line.step, line.step, line.step, 0, 0)
@@ -432,7 +423,7 @@ def test_the_first_bad_step_is_exact_and_a_rank_named_if_others_were_finite_then
 
 
 def test_units_of_a_toy_and_a_module_that_no_unit_can_divide_are_healthy():
-    def made(full_bytes: int, num_modules: int) -> list[str]:
+    def made(full_bytes, num_modules):
         whole = unit("", full_bytes=full_bytes, rank_bytes=full_bytes // 8, num_modules=num_modules)
         return codes(run_of(units=(whole,)))
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from models import Checkpointed
-from ranks import run_ranks
+from ranks import on_ranks
 from shardwise import fully_shard, shard
 from shardwise.engine.parts import Parts
 from shardwise.monitor.memory import owned_bytes
@@ -44,7 +44,11 @@ def sharded_model(way):
     return fully_shard(model)
 
 
-def compare(rank, world_size, way):
+@pytest.mark.parametrize(
+    ("way", "world_size"), [("0", 3), ("1", 3), ("2", 1), ("3", 3), ("fully_shard", 3)]
+)
+@on_ranks()
+def test_the_ledger_has_every_block_of_the_engines_and_no_other(rank, world_size, way):
     """Hold the ledger against all blocks that are alive beyond those of before."""
     gc.disable()  # what is freed must be freed by its last reference
     batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))
@@ -84,10 +88,3 @@ def compare(rank, world_size, way):
         assert sum(told.by_kind().values()) == told.device_bytes
         by_unit = told.by_unit()
         assert sum(n for kinds in by_unit.values() for n in kinds.values()) == told.device_bytes
-
-
-@pytest.mark.parametrize(
-    ("way", "world_size"), [("0", 3), ("1", 3), ("2", 1), ("3", 3), ("fully_shard", 3)]
-)
-def test_the_ledger_has_every_block_of_the_engines_and_no_other(way, world_size):
-    run_ranks(compare, world_size, way)

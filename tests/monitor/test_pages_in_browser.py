@@ -1,6 +1,5 @@
 """Pages of runs and plans as a browser shows them, on a screen and on a phone, light and dark."""
 
-from collections.abc import Mapping
 from functools import partial
 
 import pytest
@@ -19,7 +18,7 @@ WIDTHS = (1280, 390)
 
 
 @pytest.fixture(scope="module")
-def pages(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
+def pages(tmp_path_factory):
     browser()  # nothing is made where nobody can look at it
     folder = tmp_path_factory.mktemp("pages")
     run, other = (

@@ -56,30 +56,30 @@ WAITED = {WAITED_MS: OverRanks(50.0, 50.0, 50.0, 0, 1)}
 class Outline(HTMLParser):
     """The elements of a page; it fails where one is closed that is not the innermost."""
 
-    def __init__(self, page: str) -> None:
+    def __init__(self, page):
         super().__init__()
-        self.attributes: list[tuple[str, str, str]] = []
-        self.tags: list[str] = []
-        self.open: list[str] = []
+        self.attributes = []
+        self.tags = []
+        self.open = []
         self.feed(page)
         self.close()
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         self.tags.append(tag)
         self.attributes += [(tag, name, value or "") for name, value in attrs]
         if tag not in NEVER_CLOSED:
             self.open.append(tag)
 
-    def handle_endtag(self, tag: str) -> None:
+    def handle_endtag(self, tag):
         assert self.open and self.open.pop() == tag, tag
 
 
-def pictures(page: str) -> list[ElementTree.Element]:
+def pictures(page):
     found = re.findall(r"<svg .*?</svg>", page, re.DOTALL)
     return [ElementTree.fromstring(each) for each in found]
 
 
-def line(step: int, low: float, middle: float, high: float, num_steps: int = 1) -> StepLine:
+def line(step, low, middle, high, num_steps=1):
     metrics = {STEP_S: OverRanks(low, middle, high, 0, 1)}
     return StepLine(step, num_steps, 1.0, metrics, {"loss": middle})
 
@@ -232,9 +232,7 @@ def test_the_loss_of_one_run_is_drawn_with_its_held_out_values(tmp_path):
     assert "eval_loss" in {each[0].text for each in pictures(two)}
 
 
-def test_a_page_begins_with_model_and_command_and_its_numbers_have_their_points_in_line(
-    tmp_path,
-):
+def test_a_page_begins_with_model_and_command_and_its_numbers_have_their_points_in_line(tmp_path):
     record = read_run(write_record(tmp_path))
     record = replace(record, facts=replace(record.facts, command="python train.py --lr 0.1"))
     page = report_html([ShownRun("a", record)])
@@ -309,7 +307,7 @@ def test_the_command_writes_page_and_trace(tmp_path, capsys):
 
 
 def test_the_command_tells_what_is_wrong_with_a_folder(tmp_path, capsys):
-    def said(*arguments: str) -> str:
+    def said(*arguments):
         assert run_command(arguments) == 2
         return capsys.readouterr().err
 

@@ -1,8 +1,7 @@
 """Spans made of what a recorder was told; lengths of intervals against an oracle of moments."""
 
-from collections.abc import Iterable, Iterator
 from itertools import count, pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from hypothesis import given
@@ -33,17 +32,17 @@ intervals = st.lists(
 )
 
 
-def moments(of: list[tuple[int, int]]) -> set[int]:
+def moments(of):
     return {moment for begin, end in of for moment in range(begin, end)}
 
 
 @given(intervals, intervals)
-def test_lengths_count_each_moment_once(some, others):  # type: ignore[type-arg]
+def test_lengths_count_each_moment_once(some, others):
     assert length(some) == len(moments(some))
     assert length_outside(some, others) == len(moments(some) - moments(others))
 
 
-def recorder_of_seconds() -> tuple[SpanRecorder, Iterator[int]]:
+def recorder_of_seconds():
     """Return a recorder each of whose readings of the clock is a second later."""
     ticks = count()
     return SpanRecorder(clock=lambda: float(next(ticks))), ticks
@@ -61,7 +60,7 @@ def test_the_main_line_has_no_gap_whatever_begins_and_ends(events, cut_at):
         if number == cut_at:
             ends.append(recorder.cut())
     ends.append(recorder.cut())
-    left_open: dict[str, list[tuple[str, str]]] = {}
+    left_open = {}
     for recorded in ends:
         spans = spans_of(recorded, left_open)
         assert spans[0].begin_s == recorded.begin_s and spans[-1].end_s == recorded.end_s
@@ -96,7 +95,7 @@ def test_collectives_of_one_line_follow_each_other_and_lines_of_threads_go_on():
     recorder.enter("step", "step", "a")  # 3
     first()  # 4
     second()  # 5
-    left_open: dict[str, list[tuple[str, str]]] = {}
+    left_open = {}
     spans = spans_of(recorder.cut(), left_open)  # 6
     found = [(s.line, s.unit, s.begin_s, s.end_s) for s in spans if s.line != MAIN]
     assert found == [
@@ -124,7 +123,7 @@ def test_paused_time_does_not_pass_and_what_other_threads_end_in_it_is_over():
             next(ticks)
     recorder.leave(MAIN, "forward", "a")
     recorded = recorder.cut()
-    left_open: dict[str, list[tuple[str, str]]] = {}
+    left_open = {}
     spans = spans_of(recorded, left_open)
     main = {(s.phase, s.unit) for s in spans if s.line == MAIN}
     assert main == {(OUTSIDE, ""), ("forward", "a")} and not left_open
@@ -172,13 +171,13 @@ def test_offload_is_what_it_takes_beside_the_step_and_what_nothing_is_computed_b
 class DeviceOfSeconds:
     """A device's clock that ticks by itself; collectives are over at second 100."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._ticks = count()
 
-    def now(self) -> "Moment":
+    def now(self):
         return Moment(next(self._ticks))
 
-    def when_over(self, works: Iterable[Any]) -> "Moment":
+    def when_over(self, works):
         assert list(works)
         return Moment(100)
 
@@ -186,7 +185,7 @@ class DeviceOfSeconds:
 class Moment(NamedTuple):
     at_s: int
 
-    def seconds_since(self, other: Any) -> float:
+    def seconds_since(self, other):
         return self.at_s - other.at_s
 
 

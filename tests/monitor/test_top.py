@@ -7,7 +7,6 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,20 +21,20 @@ run_command = partial(call_command, "top")
 SOURCES = Path(__file__).parents[2] / "src"
 
 
-def add(path: Path, text: str) -> None:
+def add(path, text):
     with path.open("a") as file:
         file.write(text)
 
 
-def line(step: int, **values: Any) -> str:
+def line(step, **values):
     return step_line(step, 1, {STEP_S: OverRanks(1.0, 2.0, 3.0, 0, 1)}, **values)
 
 
-def sampled(run: Path) -> dict[int, int]:
+def sampled(run):
     return {rank: told.step for rank, told in read_ends(run).lines(Memory)}
 
 
-def was_written_before(run: Path, seconds: float) -> None:
+def was_written_before(run, seconds):
     written_s = time.time() - seconds
     for file in (run / FOLDER).iterdir():
         os.utime(file, (written_s, written_s))

