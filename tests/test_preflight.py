@@ -30,7 +30,7 @@ ODD = 1  # the rank with the fault
 HERE = {"MASTER_ADDR": "127.0.0.1"}
 LATE_S = 5.0  # after which a rank that never comes is late
 FILE_S = 1.0  # after which a file that never appears is not there
-OF_SPEED = "speed of products", "round trip", "durable write", "axis", "links"
+OF_SPEED = "speed of products", "round trip", "durable write", "axis", "latency", "links"
 
 
 class _Closed(Echo):

@@ -28,7 +28,7 @@ FAULTS = ("none", "slow", "closed", "name", "folder")
 # What a fault must show, and the number of nodes that show it.
 SHOWN = {"slow": ("links", "odd", 1), "closed": ("reachability", "failed", 2)}
 SHOWN |= {"name": ("address", "failed", 1), "folder": ("shared folder", "failed", NUM)}
-OF_SPEED = "speed of products", "round trip", "durable write", "links", "free host memory"
+OF_SPEED = "speed of products", "round trip", "durable write", "links", "axis", "latency", "free"
 
 
 def look(networks: Networks, per_node: int, folders: list[Path]) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def doctor(
 
         return look_ahead(context, run, folder, ranks, axes, timeout, as_json)
     if run is None or not run.is_dir():
-        raise ConfigError(f"{run}: there is no such folder")
+        raise ConfigError(f"{run or 'run'}: there is no such folder; name an observed run's output")
     record = read_run(run)
     diagnosis = diagnose(record)
     # Rules that look at steps must judge: what stands in the facts says little.

@@ -240,10 +240,13 @@ class Judge:
         yield Check("process group", "ok", f"{rows[0]['backend']}, open after {slowest:.2f} s")
 
     def judge_axes(self, rows: Rows) -> Iterator[Check]:
-        """Compare the speeds of the groups of each axis."""
+        """Compare the speeds and latencies of the groups of each axis."""
         for name in rows[0]:
-            rates = {rank: row[name]["bytes_per_s"] for rank, row in enumerate(rows)}
+            of_ranks = [row[name] for row in rows]
+            rates, trips = _figures(of_ranks, "bytes_per_s"), _figures(of_ranks, "latency_s")
             yield from self._compare(f"axis {name}", rates, _per_second)
+            latency = f"latency of axis {name}"
+            yield from self._compare(latency, trips, _milliseconds, late_from=_LEAST_LATE_S)
 
     def judge_links(self, rows: Rows) -> Iterator[Check]:
         """Find nodes whose links to both neighbours are slow, or else slow links."""
