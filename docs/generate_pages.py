@@ -17,6 +17,7 @@ from pathlib import Path
 
 from generate_accounting import accounting_data, accounting_page
 from generate_api import api_page
+from generate_bound import bound_page
 from generate_findings import findings_page
 from generate_mesh import mesh_page
 from generate_owner import owner_page
@@ -58,6 +59,7 @@ def pages() -> dict[str, str]:
         "api.md": api_page(),
         "account.md": accounting_page(),
         "site/data/accounting.json": accounting_data(),
+        "bound.md": bound_page(),
         "mesh.md": mesh_page(),
         "owner.md": owner_page(),
         "step.md": step_page(),

@@ -20,8 +20,10 @@ import shardwise.keys
 from commands import call_command
 from gallery import printed_by
 from generate_accounting import held_bytes
+from generate_bound import bound_tokens
 from generate_pages import import_graph, module_name, pages, rooms
 from palette import colours
+from record_bound import facts, seconds
 from record_mesh import groups as groups_of
 from shardwise.axes import Axes
 from shardwise.layout.segments import rows_layout
@@ -259,6 +261,24 @@ def test_the_picture_of_the_mesh_has_the_groups_that_ranks_make():
     made = groups_of(degrees, data["axes"])
     part = data["dense"][key.removesuffix("/4")]["part"]
     assert made | {"part": part} == data["dense"][key.removesuffix("/4")] | data["experts"][key]
+
+
+def test_the_bound_is_made_of_the_planners_facts_and_its_plans_wait_below_it():
+    data = json.loads((ROOT / "docs" / "site" / "data" / "bound.json").read_text())
+    assert facts() == {name: data[name] for name in facts()}
+    for link, tokens in (("pcie5", 4096), ("ethernet-25", 131_072)):
+        made = data["plans"][link][data["tokens"].index(tokens)]
+        assert made == pytest.approx(seconds(link, tokens), rel=1e-3)
+    gathers, reductions = (sent / data["params"] for sent in data["sent_bytes"])
+    # In bf16 twice, but for the last unit, and in fp32; 7 of 8 shares are sent.
+    assert 1.8 * 2 * 7 / 8 < gathers < 2 * 2 * 7 / 8 and reductions == pytest.approx(4 * 7 / 8)
+    for link, plans in data["plans"].items():
+        bound = bound_tokens(data, link)
+        for tokens, (step, waited) in zip(data["tokens"], plans, strict=True):
+            if tokens < bound / 3:
+                assert waited > 0.1 * step, (link, tokens)
+            if tokens > bound:
+                assert waited < 0.06 * step, (link, tokens)
 
 
 def test_every_error_is_explained_with_a_remedy():

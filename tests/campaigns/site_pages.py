@@ -22,7 +22,7 @@ SOURCES = [page for page in ALL if page.startswith("source/")]
 PAGES = [page for page in ALL if page not in ("index.html", *SOURCES)] + SOURCES[::40]
 KINDS = (
     *("docs/index.html", "docs/how-to/checkpoints.html", "labs/shardwise_labs/lab03/page.html"),
-    *("docs/api.html", "docs/account.html", "docs/mesh.html"),
+    *("docs/api.html", "docs/account.html", "docs/bound.html", "docs/mesh.html"),
     *("docs/owner.html", "docs/step.html", "search.html"),
     "docs/decisions/0052-the-site.html",
 )
@@ -161,6 +161,15 @@ def test_a_picture_changes_by_keyboard(tab, address):
     assert tab.run(shown) == "device: 14 GB = 13.04 GiB"
     tab.press("ArrowRight", "ArrowRight", 39)
     assert tab.run(shown) == "device: 20 GB = 18.63 GiB"
+    for name, link, wanted in (
+        ("bound", "ethernet-25", "3.125 GB/s: at least 357,149 tokens per rank."),
+        ("owner", "0", "Every rank"),
+        ("mesh", "4", "dp_shard is 1. "),
+    ):
+        tab.open(f"{address}docs/{name}.html")
+        tab.run(f"""(e => {{ e.value = "{link}"; e.dispatchEvent(new Event("input")) }})
+          (document.querySelector(".picture select"))""")
+        assert tab.run("document.querySelector('.picture strong').textContent") == wanted
     tab.open(address + "docs/step.html")
     while tab.run("document.activeElement.tagName") != "SELECT":
         tab.press_tab()

@@ -297,6 +297,47 @@ function drawMesh(box, data) {
   box.append(make("form", { class: "short" }, ...degrees.map((each) => each.element), axis.element, rank.element), result);
 }
 
+function drawBound(box, data) {
+  const { tokens } = data;
+  const [computing, waiting] = Object.values(data.kinds);
+  const link = makeSelect("link", Object.keys(data.plans), "pcie5", update);
+  const each = makeSlider("tokens per rank", tokens, 8192, (number) => number.toLocaleString("en"), update);
+  const result = make("div", { "aria-live": "polite" });
+  const sent = data.sent_bytes.reduce((sum, bytes) => sum + bytes, 0);
+
+  function update() {
+    const bound = sent / (6 * data.params) * data.flops_per_s / data.bytes_per_s[link.chosen()];
+    const number = tokens.indexOf(each.chosen());
+    const [step, waited] = data.plans[link.chosen()][number];
+    const bars = data.plans[link.chosen()].flatMap(([whole, part], at) => [
+      [at + 0.1, 100 * part / whole, 0.8, 100 - 100 * part / whole, computing],
+      [at + 0.1, 0, 0.8, 100 * part / whole, waiting],
+    ]);
+    const picture = makePicture("share of a step that a rank waits, by tokens", tokens.length, 100,
+      [...bars, [number + 0.1, 0, 0.8, 100, "none"]]);
+    picture.classList.add("memory");
+    picture.lastElementChild.classList.add("chosen");
+    const line = make("div", { class: "cursor", "aria-hidden": "true",
+      style: `width:2px;left:${100 * (Math.log2(bound / tokens[0]) + 0.5) / tokens.length}%` });
+    const short = (count) => count < 1024 ? String(count) : `${count / 1024}k`;
+    result.replaceChildren(
+      make("p", {}, make("strong", {}, `${digits(data.bytes_per_s[link.chosen()] / 1e9)} GB/s: at least ` +
+        `${Math.round(bound).toLocaleString("en")} tokens per rank.`),
+        ` With ${each.chosen().toLocaleString("en")} ${each.chosen() < bound ? "sending takes longer than computing" : "computing hides what is sent"}.`),
+      make("div", { class: "tracks" }, picture, line),
+      make("div", { class: "scale", style: `grid-template-columns: repeat(${tokens.length}, minmax(0, 1fr))` },
+        ...tokens.map((count) => make("span", {}, short(count)))),
+      makeTable(["by the plan", "seconds", "share"], [
+        ["step", digits(step), "100 %"],
+        [make("span", {}, makeSwatch(computing), "computing"), digits(step - waited), `${Math.round(100 - 100 * waited / step)} %`],
+        [make("span", {}, makeSwatch(waiting), "waiting for communication"), digits(waited), `${Math.round(100 * waited / step)} %`],
+      ]));
+  }
+  update();
+  box.append(make("form", {}, link.element, each.element), result,
+    make("p", { class: "note" }, "Columns are plans by tokens per rank, each a whole step. The line is the bound by the formula."));
+}
+
 const box = document.querySelector("[data-picture]");
-const draw = { accounting: drawAccounting, mesh: drawMesh, owner: drawOwner, step: drawStep };
+const draw = { accounting: drawAccounting, bound: drawBound, mesh: drawMesh, owner: drawOwner, step: drawStep };
 draw[box.dataset.picture](box, JSON.parse(document.getElementById("picture-data").textContent));
