@@ -191,7 +191,7 @@ def test_how_tensors_are_cut_is_shown(tmp_path):
 
 def test_a_checkpoint_is_shown_for_people(run):
     shown = command("inspect", run / NEWEST).stdout
-    for part in ("AdamW", "lr 0.25", "betas (0.9, 0.99)", "head = up", "16.4 KiB", "stage 0"):
+    for part in ("AdamW", "lr 0.25", "betas [0.9, 0.99]", "head = up", "16.4 KiB", "stage 0"):
         assert part in shown
     assert "foreach" not in shown  # what is not set is left out
 
@@ -350,7 +350,7 @@ def test_a_damaged_tensor_is_never_exported(run, tmp_path):
         (["--to", "dcp", "--dtype", "bf16"], "--to hf only"),
         (["--to", "onnx"], "onnx"),
         (["--step", "9"], "no checkpoint of step 9"),
-        (["--config-from", "nowhere"], "--config-from nowhere: there is no such folder"),
+        (["--config-from", "nowhere"], "'--config-from': dir 'nowhere' does not exist"),
     ],
 )
 def test_wrong_options_of_an_export_end_with_code_2(run, tmp_path, options, part):

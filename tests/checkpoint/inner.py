@@ -65,6 +65,7 @@ from shardwise.checkpoint.read import Checkpoint
 from shardwise.checkpoint.save_load import Load
 from shardwise.checkpoint.source import Kind, TensorInfo
 from shardwise.checkpoint.state import Item, Ranks, Table
-from shardwise.checkpoint.values import decode, dumps, encode, loads
+from shardwise.checkpoint.values import decode, encode
 from shardwise.checkpoint.verify import Verified, check_quickly, verify
 from shardwise.checkpoint.write import Part, Written, index_row, write_checkpoint, write_rank
+from shardwise.strict_json import dumps, loads

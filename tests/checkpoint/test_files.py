@@ -3,12 +3,9 @@
 import errno
 import fcntl
 import os
-import resource
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -171,24 +168,6 @@ def test_a_file_that_is_too_short_is_named_with_both_sizes(tmp_path: Path) -> No
         reader.read_into(5, memoryview(b"").cast("B"))
         with pytest.raises(DamagedCheckpoint, match=r"a: expected at least 9 bytes, .* has 5:"):
             reader.read_into(2, memoryview(bytearray(7)))
-
-
-@contextmanager
-def file_size_limit(num_bytes: int) -> Iterator[None]:
-    old = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, old[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, old)
-
-
-def test_a_write_error_carries_errno_and_file_name(tmp_path: Path) -> None:
-    with FILES.create(tmp_path / "a") as writer, file_size_limit(1000):
-        writer.write([memoryview(bytes(600))])
-        with pytest.raises(OSError) as caught:
-            writer.write([memoryview(bytes(300)), memoryview(bytes(300))])
-    assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(tmp_path / "a"))
 
 
 @pytest.mark.parametrize("name", ["fsync", "preadv", "writev", "close", "flock"])

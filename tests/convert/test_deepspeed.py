@@ -179,10 +179,10 @@ def test_a_flipped_bit_in_a_partition_is_found_and_named(tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("zero_pp_rank_0_mp_rank_01_optim_states.pt", "tensor parallel"),
-        ("mp_rank_01_model_states.pt", "tensor parallel"),
-        ("layer_00-model_states.pt", "pipeline or expert"),
-        ("layer_0_expert_1_mp_rank_00_model_states.pt", "pipeline or expert"),
+        ("zero_pp_rank_0_mp_rank_01_optim_states.pt", "tensor, pipeline or expert"),
+        ("mp_rank_01_model_states.pt", "tensor, pipeline or expert"),
+        ("layer_00-model_states.pt", "tensor, pipeline or expert"),
+        ("layer_0_expert_1_mp_rank_00_model_states.pt", "tensor, pipeline or expert"),
         ("zero_pp_rank_0_mp_rank_00_optim_states.pt", "several files"),
     ],
 )

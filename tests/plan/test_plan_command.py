@@ -321,7 +321,7 @@ def test_a_simulation_shows_scaling_and_goodput_and_writes_its_trace(tiny, tmp_p
         (["--straggler", "0.5"], "--straggler"),
         (["--straggler", "nan"], "--straggler"),
         (["--slow-link", "x"], "--slow-link"),
-        (["--sweep", "8,x"], "sweep: expected numbers"),
+        (["--sweep", "8,x"], "sweep: expected a valid integer"),
         (["--sweep", "0"], "sweep"),
         (["--sweep", "3", "--dp-replicate", "2"], "sweep: 3 ranks"),
         (["--mtbf-hours", "0"], "--mtbf-hours"),

@@ -1,11 +1,4 @@
-"""All checkpoints of a run: saved in the background, found again, kept or removed.
-
-Note [The stall of a background save]
-~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A background save stops training only for one copy of the rank's state. The memory for the copy is
-allocated and touched beforehand (`Checkpoints.reserve`): fresh memory costs a page fault per 4 KiB,
-which is as slow as the copy itself. On an accelerator it is page-locked.
-"""
+"""All checkpoints of a run: saved in the background, found again, kept or removed."""
 
 from __future__ import annotations
 
@@ -536,7 +529,8 @@ class Checkpoints:
 class _Staging:
     """One buffer for the copies of one rank's state; it grows and never shrinks.
 
-    With a ``disk``, which holds the state because host memory is too small, the buffer is a file.
+    It is touched beforehand, as page faults of fresh memory take as long as the copy. With a
+    ``disk``, which holds the state because host memory is too small, the buffer is a file.
     """
 
     def __init__(self, disk: Disk | None = None) -> None:

@@ -247,26 +247,23 @@ class Files:
         kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
         while True:
             fd = _open_regular(path, os.O_RDWR | os.O_CREAT)
+            lock = Lock(path, fd)
             try:
                 with _named(path):
                     fcntl.flock(fd, kind | fcntl.LOCK_NB)
-                if _is_file_of(path, fd):
+                if _is_file_of(path, fd):  # else its holder has removed it: there may be another
                     if (num_names := os.fstat(fd).st_nlink) > 1:
                         raise CheckpointError(
                             f"{path}: the same file has {num_names} names (hard links), and the "
                             "lock's text would be written over it; remove this name"
                         )
-                    break
-                os.close(fd)  # its holder removed it: by now there is another file, or no file
+                    _held.add(lock)
+                    return lock
             except BlockingIOError:
-                os.close(fd)
                 return None
-            except BaseException:
-                os.close(fd)
-                raise
-        lock = Lock(path, fd)
-        _held.add(lock)
-        return lock
+            finally:
+                if lock not in _held:
+                    lock.close()
 
 
 @contextmanager
@@ -286,6 +283,17 @@ def reading(path: Path) -> Iterator[None]:
         if error.errno not in _UNREADABLE:
             raise
         raise DamagedCheckpoint(f"{path}: {error.strerror} (errno {error.errno})") from error
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield the path of a new file, which replaces that at ``path`` if the block succeeds."""
+    part = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        yield part
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def read_file(files: Files, path: Path, limit: int) -> bytes:

@@ -30,7 +30,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,18 +98,17 @@ def is_usable(files: Files, folder: Path, step: int) -> bool:
 # -- locks
 
 
-def take(files: Files, path: Path, busy: Callable[[], str]) -> Lock:
-    """Take a lock; wait for processes that only test it (`is_held`), a minute at most.
+def take(files: Files, path: Path) -> Lock | None:
+    """Take a lock; return None if another process holds it.
 
-    **Raises** CheckpointError with the text of ``busy`` if another process holds it; OSError.
+    Waits for processes that only test it (`is_held`), a minute at most. **Raises** CheckpointError
+    then; OSError.
     """
     for _ in range(_LOCK_ATTEMPTS):
-        lock = files.lock(path)
-        if lock is not None:
+        if (lock := files.lock(path)) is not None:
             return lock
-        asking = files.lock(path, shared=True)
-        if asking is None:
-            raise CheckpointError(busy())
+        if (asking := files.lock(path, shared=True)) is None:
+            return None
         asking.release()
         time.sleep(_LOCK_RETRY_S)
     raise CheckpointError(
@@ -125,13 +124,16 @@ def hold(files: Files, folder: Path) -> Lock | None:
     """
     path = _lock_of(folder)
     try:
-        return take(files, path, lambda: f"{path}: another process holds it, and should not")
+        lock = take(files, path)
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
         with suppress(OSError):
             files.remove_file(path)
         return None
+    if lock is None:
+        raise CheckpointError(f"{path}: another process holds it, and should not")
+    return lock
 
 
 def let_go(files: Files, folder: Path, lock: Lock | None) -> None:
@@ -186,13 +188,12 @@ def take_lock(files: Files, folder: Path, run: str, copies: CopiesThatCount = NO
     **Raises** CheckpointError while another run holds it.
     """
     files.make_folders(folder)
-    path = folder / LOCK
-
-    def busy() -> str:
-        holder = _holder(files, path)
-        return f"{folder}: {holder} saves checkpoints there; choose another folder, or end that run"
-
-    lock = take(files, path, busy)
+    lock = take(files, folder / LOCK)
+    if lock is None:
+        raise CheckpointError(
+            f"{folder}: {_holder(files, folder / LOCK)} saves checkpoints there; choose another "
+            "folder, or end that run"
+        )
     name_holder(lock, run, copies)
     return lock
 

@@ -219,9 +219,12 @@ class Checkpoint:
                 begin, end = max(lo - shift, 0), min(hi - shift, have.numel)
                 inside = out[(begin + shift - lo) * width : (end + shift - lo) * width]
                 chunks += self._chunks_of(number, begin, end, inside)
-            elif found := spans(have, want, lo, hi):
-                begin, end = found
-                into = Scattered(have, begin * width, end * width, want, lo, out, width)
+                continue
+            parts = [(box, _array(out, width, box, at - lo)) for box, at, _ in want.parts(lo, hi)]
+            inside_of = (common for box, _ in parts if (common := have.common(box)) is not None)
+            if ranges := [have.flat(common) for common in inside_of]:
+                begin, end = min(ranges)[0], max(hi for _, hi in ranges)
+                into = Scattered(have, begin * width, end * width, width, parts)
                 chunks += [c for c in self._chunks_of(number, begin, end, into) if c.out]
         return chunks
 
@@ -432,7 +435,7 @@ def _end_of_run(chunks: Sequence[Chunk], at: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Scattered:
-    """Bytes [first, last) of a saved piece, to be copied to elements [lo, ...) of another box.
+    """Bytes [first, last) of a saved piece, to be copied to the elements of boxes of another one.
 
     It is sliced and assigned like a memoryview of those bytes; bytes that are not wanted are left
     out. See Note [One piece into another].
@@ -441,10 +444,8 @@ class Scattered:
     have: Region
     first: int
     last: int
-    want: Region
-    lo: int
-    out: memoryview
     width: int
+    into: Sequence[tuple[Region, NDArray[np.generic]]]
 
     def __getitem__(self, part: slice) -> Scattered:
         """Return the target of some of the bytes."""
@@ -453,39 +454,24 @@ class Scattered:
 
     def __setitem__(self, all_of_it: slice, data: memoryview) -> None:
         """Copy the bytes, which are whole elements, to their places."""
-        for common, (source, begin), (target, at) in self._copies():
-            theirs = self._array(data, source, begin - self.first // self.width)
-            ours = self._array(self.out, target, at - self.lo)
+        for source, begin, target, ours, common in self._copies():
+            theirs = _array(data, self.width, source, begin - self.first // self.width)
             ours[target.inside(common)] = theirs[source.inside(common)]
 
     def __bool__(self) -> bool:
         """Tell whether any element of it is wanted."""
         return any(True for _ in self._copies())
 
-    def _copies(self) -> Iterator[tuple[Region, tuple[Region, int], tuple[Region, int]]]:
-        """Yield (common box, the source box with its place, the target box with its place)."""
-        width, end = self.width, self.lo + len(self.out) // self.width
-        wanted = self.want.parts(self.lo, end)
-        for source, begin, _ in self.have.parts(self.first // width, self.last // width):
-            for target, at, _ in wanted:
-                common = source.common(target)
-                if common is not None:
-                    yield common, (source, begin), (target, at)
-
-    def _array(self, data: memoryview, box: Region, first: int) -> NDArray[np.generic]:
-        """Return a box's elements, which are contiguous in ``data``, as an array."""
-        import numpy as np
-
-        kind = np.dtype(f"u{self.width}")
-        found = np.frombuffer(data, kind, box.numel, first * self.width)
-        return found.reshape(box.shape)
+    def _copies(self) -> Iterator[tuple[Region, int, Region, NDArray[np.generic], Region]]:
+        """Yield a box of the bytes and its place, a box of the target, and what both share."""
+        for source, begin, _ in self.have.parts(self.first // self.width, self.last // self.width):
+            for target, ours in self.into:
+                if (common := source.common(target)) is not None:
+                    yield source, begin, target, ours, common
 
 
-def spans(have: Region, want: Region, lo: int, hi: int) -> tuple[int, int] | None:
-    """Return the flat range of a piece around its elements among [lo, hi) of another box."""
-    ranges = [
-        have.flat(common)
-        for part, _, _ in want.parts(lo, hi)
-        if (common := have.common(part)) is not None
-    ]
-    return (min(ranges)[0], max(hi for _, hi in ranges)) if ranges else None
+def _array(data: memoryview, width: int, box: Region, first: int) -> NDArray[np.generic]:
+    """Return the elements of a box, which are contiguous in ``data``, as an array."""
+    import numpy as np
+
+    return np.frombuffer(data, f"u{width}", box.numel, first * width).reshape(box.shape)

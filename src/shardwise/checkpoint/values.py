@@ -25,9 +25,7 @@ from numpy.typing import NDArray
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import CheckpointError
-from shardwise.strict_json import MAX_DEPTH, dumps, loads
-
-__all__ = ["decode", "dumps", "encode", "loads"]
+from shardwise.strict_json import MAX_DEPTH, dumps
 
 _Fields = dict[str, Any]  # of a value in JSON, beside its tag
 _MAX_VALUE_DEPTH = 48

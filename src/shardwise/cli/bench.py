@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from shardwise import terminal
+from shardwise.cli.flags import check_target
 from shardwise.cli.tables import make_table
 from shardwise.cli.train import read_place, told_by_one_rank
 from shardwise.errors import ConfigError
@@ -52,10 +53,9 @@ def bench(
     """
     place = read_place(os.environ)
     with told_by_one_rank(place):
-        if not (folder := output.parent).is_dir():
-            raise ConfigError(f"--output: there is no folder {folder}")
-        if not os.access(folder, os.W_OK):
-            raise ConfigError(f"--output: the folder {folder} is not writable")
+        check_target("output", output)
+        if not os.access(folder := output.parent, os.W_OK):
+            raise ConfigError(f"flag --output: the folder {folder} is not writable")
         num_ranks = 1 if place is not None else ranks
         if num_ranks is None:
             import torch

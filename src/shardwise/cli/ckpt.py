@@ -152,33 +152,55 @@ def export(
         str | None, typer.Option(help="of one file, as 5GB or 512MiB (hf only; default 5GB)")
     ] = None,
     config_from: Annotated[
-        Path | None, typer.Option(help="a model's folder: copy its config and tokenizer (hf only)")
+        Path | None,
+        typer.Option(
+            exists=True,
+            file_okay=False,
+            help="a model's folder: copy its config and tokenizer (hf only)",
+        ),
     ] = None,
 ) -> None:
     """Export a checkpoint to another format; every byte is checked."""
     if to == "dcp" and (dtype or max_shard_size or config_from):
         raise ConfigError("--dtype, --max-shard-size and --config-from are for --to hf only")
-    if config_from is not None and not config_from.is_dir():
-        raise ConfigError(f"--config-from {config_from}: there is no such folder")
     try:
         max_bytes = parse_size(max_shard_size or "5GB")
     except ValueError:
         why = "expected a size such as 5GB or 512MiB"
         raise ConfigError(f"--max-shard-size {max_shard_size!r}: {why}") from None
     with closing(_open(path, step)) as checkpoint:
-        if to == "hf":
-            _export_weights(checkpoint, target, max_bytes, dtype, config_from)
-        else:
-            from shardwise.convert.export import export_dcp
+        from shardwise.convert.export import export_dcp, export_huggingface  # with torch
 
+        if to == "dcp":
             export_dcp(checkpoint, target)
             sizes = [t.num_bytes for t in checkpoint.tensors if t.kind != "extra"]
             _say_written(target, len(sizes), sum(sizes))
+            return
+        infos = [t for t in checkpoint.tensors if t.kind in ("param", "buffer")]
+        # With a cast the total is unknown until the end.
+        total = None if dtype else sum(t.num_bytes for t in infos)
+        with byte_bar("export", total) as progress:
+            done = export_huggingface(
+                checkpoint,
+                target,
+                files=disk.Files(),
+                max_shard_bytes=max_bytes,
+                dtype=_DTYPES.get(dtype.lower(), dtype) if dtype is not None else None,
+                config_from=config_from,
+                progress=progress,
+            )
+        _say_written(target, done.num_tensors, done.total_bytes)
+        if config_from is None:
+            _say("it has no config.json: put the model's beside it, or give --config-from")
+        if checkpoint.tied:
+            _say(f"left out, as they share a tensor that is there: {', '.join(checkpoint.tied)}")
 
 
 @ckpt.command("import", cls=_Command)
 def import_(
-    source: Annotated[Path, typer.Argument(help="the other checkpoint's folder or file")],
+    source: Annotated[
+        Path, typer.Argument(exists=True, help="the other checkpoint's folder or file")
+    ],
     target: Annotated[Path, typer.Argument(help="the folder to make")],
     from_: Annotated[
         Literal["auto", "hf", "dcp", "deepspeed"], typer.Option("--from", help="its format")
@@ -194,8 +216,6 @@ def import_(
     ] = None,
 ) -> None:
     """Write a checkpoint of others as one of ours, which loads on any number of ranks."""
-    if not source.exists():  # before torch is loaded
-        raise ConfigError(f"{source} cannot be read: there is no such file or folder")
     from shardwise.convert.detect import FORMATS, open_any
     from shardwise.convert.importing import import_source, without_prefix
 
@@ -235,32 +255,6 @@ def _open(path: Path, step: int | None) -> Checkpoint:
     if chosen is None:
         raise CheckpointError(f"{path}: there is no checkpoint in it that can be used")
     return Checkpoint(files, chosen.path, chosen.manifest)
-
-
-def _export_weights(
-    checkpoint: Checkpoint, target: Path, max_bytes: int, dtype: str | None, config: Path | None
-) -> None:
-    from shardwise.convert.export import export_huggingface
-
-    dtype = _DTYPES.get(dtype.lower(), dtype) if dtype is not None else None
-    infos = [t for t in checkpoint.tensors if t.kind in ("param", "buffer")]
-    # With a cast the total is unknown until the end.
-    total = None if dtype else sum(t.num_bytes for t in infos)
-    with byte_bar("export", total) as progress:
-        done = export_huggingface(
-            checkpoint,
-            target,
-            files=disk.Files(),
-            max_shard_bytes=max_bytes,
-            dtype=dtype,
-            config_from=config,
-            progress=progress,
-        )
-    _say_written(target, done.num_tensors, done.total_bytes)
-    if config is None:
-        _say("it has no config.json: put the model's beside it, or give --config-from")
-    if checkpoint.tied:
-        _say(f"left out, as they share a tensor that is there: {', '.join(checkpoint.tied)}")
 
 
 def _say(text: str) -> None:

@@ -225,16 +225,11 @@ def _model(
         eager = source.eager if config is None else "decoder"  # `shardwise train` runs its own
         return ShapedModel(source.name, shape, source.window(seq), eager=eager, notes=source.notes)
     if needs_shape:
-        remedy = (
-            "the formulas do not know this config's family; leave those flags out, or give a "
-            "preset of nearly its shape"
-        )
-        if name.endswith(".py") or ".py:" in name:
-            remedy = "give a preset or a config.json of a decoder"
+        flags = "those flags" if shape is None else "--units"
         raise ConfigError(
             f"model: {name} is planned by tracing it, which shows no tensor, pipeline, context or "
             "expert degree, no checkpointing of parts of a block, and no kernels but eager ones; "
-            + ("leave --units out" if shape is not None else remedy)
+            f"leave {flags} out, or give a preset or a config.json of nearly its shape"
         )
     assert not isinstance(source, Preset)
     from shardwise.plan.model.traced import TracedModel

@@ -13,7 +13,6 @@ from shardwise.cli.flags import check_target, print_found, takes_keys, write_fil
 from shardwise.cli.plan import MODEL, list_names
 from shardwise.cli.plan_setup import Setup, at_ranks, set_up
 from shardwise.cli.plan_tables import goodput_view, scaling_view, simulation_view
-from shardwise.errors import ConfigError
 from shardwise.keys import check_keys
 from shardwise.plan.machine.pricing import Slowed
 from shardwise.plan.planned import Plan
@@ -40,10 +39,10 @@ def simulate(_: typer.Context, model: str | None, flags: Mapping[str, object]) -
 
 def _simulate_model(name: str | None, request: SimulateRequest) -> int:
     check_target("trace", request.trace)
-    counts = _counts(request.sweep or ())
     setup = set_up(name, request)
     made = _simulated(setup, request)
     goodput = _goodput(made, request)
+    counts = sorted({*(request.sweep or ())})
     rows = scaling_facts(_sweep(setup, request, counts) if counts else ())
     if request.trace is not None:
         trace = simulated_trace(made.simulated, made.candidate.accumulation)
@@ -89,12 +88,3 @@ def _sweep(setup: Setup, request: SimulateRequest, counts: Sequence[int]) -> lis
             made.append(_simulated(each, request))
             progress(done, len(setups))
     return made
-
-
-def _counts(texts: Sequence[str]) -> list[int]:
-    counts = []
-    for text in texts:
-        if not text.strip().isdecimal() or int(text) <= 0:
-            raise ConfigError(f"sweep: expected numbers of ranks such as 8,64,512, got {text!r}")
-        counts.append(int(text))
-    return sorted(set(counts))

@@ -5,6 +5,7 @@ Text from a file is made printable first, as a name in a checkpoint must not con
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -99,7 +100,7 @@ def show_checkpoint(console: Console, facts: CheckpointFacts, lists_tensors: boo
     for group in facts.groups:
         is_set = {k: v for k, v in group.items() if v is not None and v is not False}
         count = is_set.pop("num_params")
-        values = ", ".join(f"{key} {_value(value)}" for key, value in is_set.items())
+        values = ", ".join(f"{key} {json.dumps(value)}" for key, value in is_set.items())
         _line(console, "", f"{count:,} parameter{'s' if count != 1 else ''}: {values}")
     if lists_tensors:
         listed = []
@@ -149,11 +150,3 @@ def _ranks(saved: Saved) -> str:
     if (saved.num_meshes or 1) > 1:
         return f"{num} in {saved.num_meshes} meshes"
     return f"{shards}" if replicas == 1 else f"{num} = {shards} x {replicas}"
-
-
-def _value(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    if isinstance(value, list):
-        return f"({', '.join(map(_value, value))})"
-    return "yes" if value is True else str(value)

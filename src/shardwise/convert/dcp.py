@@ -27,6 +27,7 @@ from shardwise.checkpoint.source import Kind, OptimizerInfo, TensorInfo
 from shardwise.convert.dcp_metadata import WRITER, Chunk, DcpMetadata, FileRange, read_dcp_metadata
 from shardwise.convert.pieces import Piece, PieceSource, explained, read_pieces
 from shardwise.convert.torch_file import ObjectFound, StoredTensor, TorchFile
+from shardwise.convert.unpickle import expect
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
 _OPEN_FILES = 64
@@ -119,10 +120,7 @@ class _Folder:
                 continue
             place = tree
             for part in path[:-1]:
-                inner = place.setdefault(part, _Branch())
-                if not isinstance(inner, _Branch):
-                    raise DamagedCheckpoint(f"{self.where}: '{key}' is inside of another value")
-                place = inner
+                place = expect(_Branch, place.setdefault(part, _Branch()))
             if path[-1] in place:
                 raise DamagedCheckpoint(f"{self.where}: '{key}' holds another value")
             try:

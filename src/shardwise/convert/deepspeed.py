@@ -41,7 +41,10 @@ from shardwise.errors import CheckpointError, DamagedCheckpoint
 _WRITER = "DeepSpeed"
 _OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,6})_optim_states\.pt")
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{1,6})_model_states\.pt")
-_OTHERS = re.compile(r"layer_\d+.*_states\.pt|.*expert_\d+.*_states\.pt|expp_rank_.*")
+_OTHERS = re.compile(
+    r"layer_\d+.*_states\.pt|.*expert_\d+.*_states\.pt|expp_rank_.*"
+    r"|.*mp_rank_0*[1-9]\d*_(optim|model)_states\.pt"
+)
 _MAX_TAG_BYTES = 4096
 # DeepSpeed's own keys in the model's file; the rest is the user's `client_state`.
 _OWN = frozenset(
@@ -125,8 +128,6 @@ def _source(home: Path, models: Sequence[TorchFile], trained: "_Trained") -> Pie
     )
     optimizer = OptimizerInfo(_optimizer_name(state), tuple(trained.groups), trained.values)
     step = expect(int, state["global_steps"])
-    # Parameters each with its states, then frozen parameters and buffers, then scalars.
-    index |= trained.scalars
     return PieceSource(str(home), index, step, optimizer, extra, tied, left_out)
 
 
@@ -218,28 +219,21 @@ def _list_files(folder: Path) -> tuple[list[Path], list[Path]]:
     names = [entry.name for entry in Files().list(folder)]
     if others := [name for name in names if _OTHERS.fullmatch(name)]:
         raise CheckpointError(
-            f"{folder / others[0]}: of pipeline or expert parallel training, which is not read"
+            f"{folder / others[0]}: of tensor, pipeline or expert parallelism, which is not read"
         )
     lists: list[list[Path]] = []
     for pattern, kind in ((_OPTIM, "optim"), (_MODEL, "model")):
-        by_rank: dict[int, Path] = {}
-        for match, name in ((pattern.fullmatch(name), name) for name in names):
-            if match is None:
-                continue
-            if int(match[2]):
-                raise CheckpointError(
-                    f"{folder / name}: of tensor parallel training, which is not read"
-                )
-            if by_rank.setdefault(int(match[1] or 0), folder / name) != folder / name:
-                raise DamagedCheckpoint(f"{folder}: several files *_{kind}_states.pt of one rank")
-        num_files = max(by_rank, default=0) + 1
-        if missing := sorted(set(range(num_files)) - set(by_rank)):
+        matches = [match for name in names if (match := pattern.fullmatch(name)) is not None]
+        by_rank = {int(match[1] or 0): folder / match[0] for match in matches}
+        if len(by_rank) < len(matches):
+            raise DamagedCheckpoint(f"{folder}: several files *_{kind}_states.pt of one rank")
+        if missing := sorted({*range(max(by_rank, default=0) + 1)} - by_rank.keys()):
             raise DamagedCheckpoint(
                 f"{folder}: zero_pp_rank_{missing[0]}_mp_rank_00_{kind}_states.pt is missing: that "
                 "rank's file is lost, or it was saved without ZeRO, or converted to a universal "
                 "checkpoint: import the checkpoint that was converted"
             )
-        lists.append([by_rank[rank] for rank in range(num_files)])
+        lists.append([by_rank[rank] for rank in sorted(by_rank)])
     return lists[0], lists[1]
 
 
@@ -263,7 +257,6 @@ class _Trained:
     stage: int
     groups: list[dict[str, object]] = field(default_factory=list)
     index: dict[TensorInfo, list[Piece]] = field(default_factory=dict)
-    scalars: dict[TensorInfo, list[Piece]] = field(default_factory=dict)
     values: dict[str, dict[str, object]] = field(default_factory=dict)
 
     def add_scalar(self, name: str, key: str, value: object, file: TorchFile) -> None:
@@ -274,7 +267,7 @@ class _Trained:
             dtype = dtype_name(value.dtype, f"{file.where}, state '{key}'")
             one = value.reshape(1)
             info = TensorInfo("optimizer", name, dtype, (), key)
-            self.scalars[info] = [flat_piece(0, 1, lambda lo, hi: one[lo:hi].clone())]
+            self.index[info] = [flat_piece(0, 1, lambda lo, hi: one[lo:hi].clone())]
         else:
             self.values.setdefault(name, {})[key] = value
 

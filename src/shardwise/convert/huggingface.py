@@ -23,9 +23,9 @@ from shardwise.checkpoint.container import (
 )
 from shardwise.checkpoint.files import Files, read_text
 from shardwise.checkpoint.source import TensorInfo
-from shardwise.checkpoint.values import loads
 from shardwise.convert.pieces import Piece, PieceSource, explained, flat_piece
 from shardwise.errors import CheckpointError, DamagedCheckpoint
+from shardwise.strict_json import loads
 
 WEIGHTS_FILE = "model.safetensors"
 _WRITER = "safetensors"
@@ -49,22 +49,42 @@ def open_huggingface(path: Path) -> PieceSource:
     """
     index = _index_of(path)
     if index is None:
-        return _open([path / WEIGHTS_FILE if path.is_dir() else path], str(path))
+        return open_weight_files([path / WEIGHTS_FILE if path.is_dir() else path], str(path))
     with explained(str(path), _WRITER):
         weight_map = _read_index(index)
     homes = {key: index.parent / name for key, name in weight_map.items()}
-    return _open(sorted(set(homes.values())), str(path), homes)
+    return open_weight_files(sorted(set(homes.values())), str(path), homes)
 
 
-def open_weight_files(paths: Sequence[Path]) -> PieceSource:
+def open_weight_files(
+    paths: Sequence[Path], where: str = "", homes: Mapping[str, Path] | None = None
+) -> PieceSource:
     """Open these safetensors files as one source; links are followed as in `open_huggingface`.
+
+    ``where`` is its name in errors, ``homes`` are the files of its tensors by an index.
 
     **Cost** the headers.
 
-    **Raises** CheckpointError when one cannot be read or two hold the same tensor;
-    DamagedCheckpoint when one is not whole.
+    **Raises** CheckpointError when one cannot be read, two hold the same tensor, or the index names
+    another file; DamagedCheckpoint when one is not whole, or lacks a tensor of the index.
     """
-    return _open(paths, str(paths[0]))
+    files, held = Files(), dict[str, Path]()
+    index: dict[TensorInfo, list[Piece]] = {}
+    for file in paths:
+        with explained(str(file), _WRITER), files.open(follow_link(file)) as reader:
+            found, begin = read_header(reader, str(file))
+        for key, stored in found.items():
+            first = held.setdefault(key, file)
+            home = first if homes is None else homes.get(key, "no file")
+            if home != file:
+                raise CheckpointError(f"{file} holds tensor '{key}', expected in {home}. {_REMEDY}")
+            info = TensorInfo("param", key, stored.dtype, stored.lengths)
+            read = partial(_read, files, file, info, begin + stored.begin)
+            index[info] = [flat_piece(0, info.numel, read)]
+    for key, home in (homes or {}).items():
+        if key not in held:
+            raise DamagedCheckpoint(f"{home} lacks tensor '{key}' of the index. {_REMEDY}")
+    return PieceSource(where or str(paths[0]), index)
 
 
 def follow_link(file: Path) -> Path:
@@ -85,33 +105,6 @@ def follow_link(file: Path) -> Path:
             "is there may not be meant for you to copy. Put the file itself there if it is"
         )
     return real
-
-
-def _open(
-    paths: Sequence[Path], where: str, homes: Mapping[str, Path] | None = None
-) -> PieceSource:
-    """Return the tensors of files; each is whole in one of them, ``homes`` of an index name it.
-
-    **Raises** CheckpointError when a tensor is in two files, or in another than the index says;
-    DamagedCheckpoint when one is missing.
-    """
-    files, held = Files(), dict[str, Path]()
-    index: dict[TensorInfo, list[Piece]] = {}
-    for file in paths:
-        with explained(str(file), _WRITER), files.open(follow_link(file)) as reader:
-            found, begin = read_header(reader, str(file))
-        for key, stored in found.items():
-            first = held.setdefault(key, file)
-            home = first if homes is None else homes.get(key, "no file")
-            if home != file:
-                raise CheckpointError(f"{file} holds tensor '{key}', expected in {home}. {_REMEDY}")
-            info = TensorInfo("param", key, stored.dtype, stored.lengths)
-            read = partial(_read, files, file, info, begin + stored.begin)
-            index[info] = [flat_piece(0, info.numel, read)]
-    for key, home in (homes or {}).items():
-        if key not in held:
-            raise DamagedCheckpoint(f"{home} lacks tensor '{key}' of the index. {_REMEDY}")
-    return PieceSource(where, index)
 
 
 def _read(files: Files, file: Path, info: TensorInfo, begin: int, lo: int, hi: int) -> torch.Tensor:

@@ -28,7 +28,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from heapq import nlargest
 from typing import Protocol
 
@@ -83,21 +83,6 @@ class ObservedStep:
     keeps_timeline: bool = False
 
 
-@dataclass
-class _LineUnderWay:
-    """This rank's part of a line, beside the figures of its spans.
-
-    ``told`` are the figures that every step has and ``values`` those logged, each with its step.
-    ``waited_for`` has seconds by global rank, ``bad_since`` is as in `StepLine`.
-    """
-
-    told: list[tuple[int, Figures]] = field(default_factory=list)
-    values: list[tuple[int, Figures]] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    waited_for: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
-    bad_since: dict[str, int] = field(default_factory=dict)
-
-
 class Gatherer:
     """Takes over steps from the training thread; a thread of its own makes lines of them.
 
@@ -125,12 +110,21 @@ class Gatherer:
         # What follows is the thread's.
         self._device, self._native_id = device, threading.get_native_id()
         self._core_wait_s = core_wait_s(self._native_id)
-        self._sampler, self._line = Sampler(every), _LineUnderWay()
+        self._sampler = Sampler(every)
+        self._begin_line()
         self._last_step = 0
         self._saves: defaultdict[str, float] = defaultdict(float)  # by torch's calls, since then
         self._values: dict[str, float] = {}  # logged last
         self._left_open: dict[str, list[tuple[str, str]]] = {}
         self._began_s = time.monotonic()
+
+    def _begin_line(self) -> None:
+        """Begin this rank's part of a line; lists have the numbers of their steps."""
+        self._told: list[tuple[int, Figures]] = []  # figures that every step has
+        self._logged: list[tuple[int, Figures]] = []
+        self._tokens: list[int] = []
+        self._waited_for: defaultdict[int, float] = defaultdict(float)  # seconds by global rank
+        self._bad_since: dict[str, int] = {}  # as in `StepLine`
 
     def start(self) -> None:
         """Start the thread."""
@@ -200,7 +194,7 @@ class Gatherer:
 
     def _add(self, step: ObservedStep) -> None:
         """Add a step to the line; write the line if it is the last one of it."""
-        line, number, recorded, values = self._line, step.step, step.recorded, step.values
+        number, recorded, values = step.step, step.recorded, step.values
         self._last_step = number
         for call, seconds in self._saves.items():
             self.outputs.note(OtherSave(number, call, seconds))
@@ -211,23 +205,23 @@ class Gatherer:
             if self._facts.peak_flops:
                 flops = told[m.TOKENS_PER_S] * self._facts.flops_per_token
                 told[m.MFU_SHARE] = 100 * flops / self._facts.peak_flops
-        line.told.append((number, told))
-        line.values.append((number, values))
-        line.tokens.append(recorded.num_tokens)
+        self._told.append((number, told))
+        self._logged.append((number, values))
+        self._tokens.append(recorded.num_tokens)
         bad = sum(not math.isfinite(value) for value in values.values())
         is_rare = step.keeps_timeline or recorded.first is not None or recorded.has_other_lines
         known = {**told, **step.figures, m.BAD_VALUES: bad}
         self._sampler.take(known, lambda: self._look_at(step), is_rare or bool(self._left_open))
         for (group, peer), seconds in recorded.waited_for.items():
             with suppress(KeyError, ValueError):  # a group that is gone
-                line.waited_for[ranks_of(group)[peer]] += seconds
+                self._waited_for[ranks_of(group)[peer]] += seconds
         self._values.update(values)
         num_bad, looked_at = step.figures.get(m.BAD_GRADIENTS), dict(values)
         if num_bad is not None:
             looked_at[m.BAD_GRADIENTS] = math.inf if num_bad else 0
         for name, value in looked_at.items():
-            if not line.bad_since.get(name):
-                line.bad_since[name] = 0 if math.isfinite(value) else number
+            if not self._bad_since.get(name):
+                self._bad_since[name] = 0 if math.isfinite(value) else number
         for own in step.own_lines:
             self.outputs.note(own)
         if self._sampler.ends_line:
@@ -268,14 +262,13 @@ class Gatherer:
         """Exchange the figures of the line with all ranks; write it, on rank 0."""
         if self._is_abandoned:
             return
-        line, self._line = self._line, _LineUnderWay()
         num_steps = self._sampler.num_steps
-        longest = nlargest(_MAX_WAITED_FOR, line.waited_for.items(), key=lambda each: each[1])
-        tokens = line.tokens[: 1 if len(set(line.tokens)) == 1 else _MAX_TOKENS]
+        longest = nlargest(_MAX_WAITED_FOR, self._waited_for.items(), key=lambda each: each[1])
+        tokens = self._tokens[: 1 if len(set(self._tokens)) == 1 else _MAX_TOKENS]
         mine = {
             "metrics": {**self._sampler.mean(), **self._gauges()},
             "waited_for": {r: 1e3 * s / num_steps for r, s in longest},
-            "bad_since": line.bad_since,
+            "bad_since": self._bad_since,
             "tokens": tokens,
         }
         rows = [json.loads(row) for row in exchange_any(self._control, json.dumps(mine).encode())]
@@ -300,10 +293,11 @@ class Gatherer:
             dict(self._values),
             waited_for,
             bad_since,
-            values_over_steps=m.summarize_steps(line.values),
-            metrics_over_steps=m.summarize_steps(line.told),
+            values_over_steps=m.summarize_steps(self._logged),
+            metrics_over_steps=m.summarize_steps(self._told),
         )
         self._sampler.begin_line(metrics[m.STEP_S].max)
+        self._begin_line()
         if self._control.rank == 0:
             self.outputs.write(self.latest)
 

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, Field, WrapValidator
 
+from shardwise.checkpoint.files import replacing
 from shardwise.errors import ConfigError
 from shardwise.strict_json import check_containers
 
@@ -90,15 +91,17 @@ def _cut(path: Path, last_step: int) -> None:
     """Drop the lines of later steps and a line cut short by a kill; replace the file atomically."""
     if not path.exists():
         return
-    cut_path = path.with_name(f"{path.name}.cut")
-    with path.open(encoding="utf-8", errors="replace") as old, cut_path.open("w") as file:
+    with (
+        replacing(path) as made,
+        path.open(encoding="utf-8", errors="replace") as old,
+        made.open("w") as file,
+    ):
         for text in old:
             line = _parse_line(text)
             if line is not None and 0 < int(line["step"]) <= last_step:
                 file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    cut_path.replace(path)
 
 
 def _parse_line(text: str) -> JsonLine | None:

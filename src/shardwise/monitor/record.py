@@ -21,6 +21,7 @@ from typing import Annotated, TypeVar
 
 from pydantic import Field
 
+from shardwise.checkpoint.files import replacing
 from shardwise.errors import ConfigError
 from shardwise.keys import checked_value, read_json, shown
 from shardwise.monitor.lines import (
@@ -339,9 +340,8 @@ class RunRecord:
 def write_facts(folder: Path, facts: RunFacts) -> None:
     """Write ``run.json`` atomically."""
     folder.mkdir(parents=True, exist_ok=True)
-    made = folder / "run.json.new"
-    made.write_text(json.dumps(asdict(facts), indent=1) + "\n", encoding="utf-8")
-    made.replace(folder / "run.json")
+    with replacing(folder / "run.json") as made:
+        made.write_text(json.dumps(asdict(facts), indent=1) + "\n", encoding="utf-8")
 
 
 def read_run(path: str | Path, newest: int | None = None) -> RunRecord:

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, PositiveInt, model_validator
 
 from shardwise.axes import Axes
 from shardwise.errors import ConfigError
@@ -74,6 +74,7 @@ def read_words(value: object) -> object:
 
 Count = Annotated[int, BeforeValidator(_read_count)]
 Words = Annotated[tuple[str, ...] | None, BeforeValidator(read_words)]
+_Counts = Annotated[tuple[PositiveInt, ...] | None, BeforeValidator(read_words)]
 RunOffload = Annotated[
     str | dict[str, object] | None, BeforeValidator(partial(_read_offload, names_folders=True))
 ]
@@ -304,5 +305,5 @@ class SimulateRequest(ModelRequest):
     checkpoint_stall_s: float | None = key(
         None, "Scenario", "seconds a save stops training; unset: a copy to the host", ge=0
     )
-    sweep: Words = key(None, "Scenario", "numbers of ranks to compare: 8,64,512")
+    sweep: _Counts = key(None, "Scenario", "numbers of ranks to compare: 8,64,512")
     trace: Path | None = key(None, "Output", "write the step as a Chrome trace (Perfetto opens it)")

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 import shardwise
 from shardwise.check.compare_ranks import check_replicas
 from shardwise.check.one_process import GradientReport, check_gradients
+from shardwise.checkpoint.files import replacing
 from shardwise.comm.collectives import all_reduce_scalars
 from shardwise.device import fork_rng_devices, peak_memory_bytes
 from shardwise.errors import CheckpointError, ShardwiseError
@@ -116,9 +117,8 @@ def train_prepared(
         if first and loaded is not None:
             ending = Ending.of(config.output, metrics_path(config))
         if first:
-            part = config_path(config).with_suffix(".part")
-            part.write_text(dump_config(config), encoding="utf-8")
-            part.replace(config_path(config))
+            with replacing(config_path(config)) as part:
+                part.write_text(dump_config(config), encoding="utf-8")
         result = RunResult(run.stream.unigram_entropy, first_step=done + 1, steps=done)
         with (
             JsonLines(metrics_path(config) if first else None, done) as metrics,

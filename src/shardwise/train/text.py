@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from shardwise.checkpoint.files import replacing
 from shardwise.data.order import SampleOrder
 from shardwise.errors import ConfigError
 from shardwise.keys import shown
@@ -172,21 +172,18 @@ def write_stream(documents: Sequence[Path], tokenizer: Tokenizer, folder: Path) 
     folder.mkdir(parents=True, exist_ok=True)
     dtype = np.dtype(np.min_scalar_type(tokenizer.vocab - 1))
     counts = np.zeros(tokenizer.vocab, dtype=np.int64)
-    parts = [path.with_name(f"{path.name}.{os.getpid()}") for path in paths]
-    with parts[1].open("wb") as file:
-        for text in (text for path in documents for text in read_texts(path)):
-            tokens = np.append(np.asarray(tokenizer.encode(text), dtype=dtype), dtype.type(0))
-            counts += np.bincount(tokens, minlength=tokenizer.vocab)
-            file.write(tokens.tobytes())
-    num_tokens = int(counts.sum())
-    if num_tokens == 0:
-        parts[1].unlink()
-        raise ConfigError(f"data: no UTF-8 text in {len(documents)} files of {documents[0].parent}")
-    entropy = unigram_entropy(counts)
-    header = {"num_tokens": num_tokens, "dtype": dtype.name, "unigram_entropy": entropy}
-    parts[0].write_text(json.dumps({**header, "source": source}))
-    for part, path in zip(reversed(parts), reversed(paths), strict=True):  # the header last
-        part.replace(path)
+    with replacing(paths[0]) as header_path, replacing(paths[1]) as path:  # the header last
+        with path.open("wb") as file:
+            for text in (text for path in documents for text in read_texts(path)):
+                tokens = np.append(np.asarray(tokenizer.encode(text), dtype=dtype), dtype.type(0))
+                counts += np.bincount(tokens, minlength=tokenizer.vocab)
+                file.write(tokens.tobytes())
+        num_tokens, where = int(counts.sum()), documents[0].parent
+        if num_tokens == 0:
+            raise ConfigError(f"data: no UTF-8 text in {len(documents)} files of {where}")
+        entropy = unigram_entropy(counts)
+        header = {"num_tokens": num_tokens, "dtype": dtype.name, "unigram_entropy": entropy}
+        header_path.write_text(json.dumps({**header, "source": source}))
 
 
 def _write_header_of(
@@ -213,9 +210,8 @@ def _write_header_of(
         "source": source,
     }
     header_path.parent.mkdir(parents=True, exist_ok=True)
-    part = header_path.with_name(f"{header_path.name}.{os.getpid()}")
-    part.write_text(json.dumps(header))
-    part.replace(header_path)
+    with replacing(header_path) as part:
+        part.write_text(json.dumps(header))
 
 
 def open_stream(folder: Path, seq: int) -> TokenStream:
