@@ -51,6 +51,7 @@ class Key:
     auto: str = ""
     answers: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     values: Mapping[str, object] = field(default_factory=dict)
+    home: str = ""
     least: int = 0
     most: int | None = None
 
@@ -209,7 +210,8 @@ class Reader:
 
     ``values`` are keys of ours that the file sets, ``defaults`` are the library's values of keys
     that it leaves out. ``handlers`` read keys for which the row is not enough, by their section and
-    name. ``auto`` has the caller's values for keys that the file leaves at "auto", by full name.
+    name. ``homes`` are the keys of an offload, by their rows' ``home``. ``auto`` has the caller's
+    values for keys that the file leaves at "auto", by full name.
     """
 
     def __init__(self, source: str, auto: JsonMapping | None = None, plans: bool = False) -> None:
@@ -218,6 +220,7 @@ class Reader:
         self.values: JsonObject = {}
         self.defaults: JsonObject = {}
         self.handlers: Mapping[str, Handler] = {}
+        self.homes: dict[str, Entry] = {}
         self.lines: list[Line] = []
         self._filled = auto or {}
         self._used: set[str] = set()
@@ -306,6 +309,9 @@ class Entry:
             self.ignored(reason)
         elif value == "auto":
             self.auto(row.auto.replace("{key}", self.key))
+        elif row.home:
+            self._check(row)
+            self.reader.homes[row.home] = self
         elif handler is not None:
             handler(self)
         elif self.section in KEYS:

@@ -6,18 +6,17 @@ Every key of the table has an effect, or a reason in the report. An unknown key 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from shardwise.errors import ConfigError
-from shardwise.interop.deepspeed.offload_blocks import Homes, offload_keys
+from shardwise.interop.deepspeed.offload_blocks import offload_keys, store_offload
 from shardwise.interop.deepspeed.reading import (
     COMPUTE_BYTES,
     PRECISION_BLOCKS,
     SIZES,
+    DeepSpeedFile,
     Reading,
     TorchSchedule,
-    read_content,
     resolve,
 )
 from shardwise.interop.foreign_keys import (
@@ -61,7 +60,7 @@ def read_deepspeed(path: Path) -> tuple[JsonObject, Report]:
 
     **Raises** ConfigError naming the key and the nearest.
     """
-    reading = read_content(load_json(path), Reader(str(path), plans=True))
+    reading = DeepSpeedFile(load_json(path), Reader(str(path), plans=True)).read()
     return _planned(reading), reading.report
 
 
@@ -96,7 +95,7 @@ def read_train_keys(
     both = {**known, **decided}
     named = plain_precision(both.get("precision"))
     precision = named if named in COMPUTE_BYTES else None  # `check_keys` raises for others
-    reading = read_content(load_json(path), Reader(str(path)), precision)
+    reading = DeepSpeedFile(load_json(path), Reader(str(path)), precision).read()
     if "bf16_master" in reading.values:
         raise ConfigError(
             f"{path}: bf16.bf16_master_weights_and_grads: `shardwise train` keeps masters in "
@@ -226,7 +225,6 @@ class _Accelerate:
         self.path = path
         self.reader = Reader(str(path), plans=plans)
         self.deepspeed: Path | None = None
-        self._homes = Homes(self.reader)
         self._named: Reading | None = None
         content = load_keys(path)
         self._nodes = Entry(self.reader, "num_machines", content.get("num_machines"))
@@ -239,10 +237,6 @@ class _Accelerate:
             "accelerate.fsdp_config.fsdp_reshard_after_forward": self._strategy,
             "accelerate.deepspeed_config.deepspeed_config_file": self._file,
         }
-        for kind, name in (("params", "offload_param"), ("optimizer", "offload_optimizer")):
-            block = f"accelerate.deepspeed_config.{name}"
-            handlers[f"{block}_device"] = partial(self._homes.note_device, kind)
-            handlers[f"{block}_nvme_path"] = partial(self._homes.note_path, kind)
         self.reader.read(content, "accelerate", handlers)
         self._report_nodes()
         self.values = {**self.reader.defaults, **self.reader.values}
@@ -285,7 +279,7 @@ class _Accelerate:
                 "here",
             )
         entry.walk()
-        self._homes.settle(self.reader.values.get("stage"))
+        store_offload(self.reader, self.reader.values.get("stage"))
 
     def _file(self, entry: Entry) -> None:
         """Read the DeepSpeed file. For a run, `read_train_keys` reads it again, with our keys."""
@@ -303,7 +297,7 @@ class _Accelerate:
         inner = Reader(str(path), plans=True)
         given = {k: self.reader.values[k] for k in ("accumulation",) if k in self.reader.values}
         inner.values.update(given)
-        self._named = read_content(content, inner, named)
+        self._named = DeepSpeedFile(content, inner, named).read()
         self.deepspeed = path
         entry.mapped()
 

@@ -155,21 +155,14 @@ def _is_prompt(model: nn.Module, adapter: str) -> bool:
 @contextmanager
 def _in_full(model: nn.Module, wanted: dict[str, DTensor], writeback: bool) -> Iterator[None]:
     """Replace the wanted parameters by full, ordinary ones in the block."""
-    engine = engine_of(model)
-    params = list({id(p): p for p in wanted.values()}.values())
-    with gathered(*params, writeback=writeback) as fulls:
-        by_id = {id(p): full for p, full in zip(params, fulls, strict=True)}
-        places = [
-            (module._parameters, attribute, param)
-            for module in model.modules()
-            for attribute, param in module._parameters.items()
-            if id(param) in by_id
-        ]
-        for table, attribute, param in places:
-            table[attribute] = by_id[id(param)]
+    owners = list({id(p): owner_of(p) for p in wanted.values()}.values())
+    with gathered(*(owner.sharded for owner in owners), writeback=writeback) as fulls:
+        for owner, full in zip(owners, fulls, strict=True):
+            owner.put(full)
         try:
-            with engine.conditions.suspended():  # a prompt encoder runs on the full parameters
+            # A prompt encoder runs on the full parameters.
+            with engine_of(model).conditions.suspended():
                 yield
         finally:
-            for table, attribute, param in places:
-                table[attribute] = param
+            for owner in owners:
+                owner.put(owner.sharded)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from os import PathLike
 
 from shardwise.homes import Offload, OffloadLike, folders_of, resolve_offload
@@ -11,101 +11,82 @@ from shardwise.interop.foreign_keys import Entry, JsonObject, Reader
 _TITLES: dict[str, str] = {"params": "parameters", "optimizer": "the optimizer's state"}
 
 
-class Homes:
-    """Where a file offloads state: noted key by key, settled when the stage is known.
+def store_offload(reader: Reader, stage: int | None) -> None:
+    """Store the ``offload`` of ``reader.homes`` and report on each key; None is an open stage.
 
     DeepSpeed offloads parameters at stage 3 alone, and may leave the optimizer on the device then.
-    Shardwise steps where the parameters are: the optimizer follows them to host memory.
+    Shardwise steps where the parameters are: the optimizer follows them to host memory. A plan has
+    an offload if the file has a key of it; a run if the file moves state.
+
+    **Raises** ConfigError for a wrong value, or if state is to be in files without a folder, unless
+    for a plan.
     """
+    homes, ratio = reader.homes, reader.homes.get("ratio")
+    devices = {kind: entry for kind in _TITLES if (entry := homes.get(f"{kind} device"))}
+    folders = {kind: entry for kind in _TITLES if (entry := homes.get(f"{kind} folder"))}
+    kinds = _TITLES if stage in (None, 3) else ("optimizer",)
+    places = {kind: _place(devices.get(kind), folders.get(kind)) for kind in kinds}
+    params, asked = places.get("params", "device"), places["optimizer"]
+    follows = asked == "device" != params
+    optimizer = "cpu" if follows else asked
+    if ratio is not None and not 0 <= ratio.number() <= 1:
+        raise ratio.refusal(f"expected 0 to 1, got {ratio.value!r}")
+    fraction = float(ratio.value) if ratio is not None and asked != "device" else 1.0
+    offload: str | Offload | None = None
+    if optimizer != "device":
+        offload = Offload(params, None, optimizer, fraction)
+        if fraction == 1 and (params == "cpu" or "params" not in places):
+            offload = optimizer  # one word says the same
+    for kind, entry in devices.items():
+        is_off = _word(entry) == "none"
+        if kind not in places and not is_off:
+            entry.ignored(f"full parameters stay on the device at stage {stage}, as in DeepSpeed")
+        elif kind == "optimizer" and is_off and follows:
+            entry.ignored("it is in host memory: an optimizer steps where its parameters rest")
+        elif is_off:
+            entry.mapped(f"on the device: {_TITLES[kind]}")
+        else:
+            also = "; the optimizer is in host memory too, where its parameters rest"
+            entry.mapped(f"shard(offload={_spelled(offload)}){also if follows else ''}")
+    for kind, folder in folders.items():
+        if folders_of(places.get(kind)):
+            folder.mapped("the folder; its files have no names")
+        elif _path(folder):
+            folder.ignored(f"{_TITLES[kind]}: not in files")
+    if ratio is not None and asked == "device":
+        ratio.ignored("the optimizer's block offloads nothing")
+    elif ratio is not None:
+        ratio.mapped(f"fraction={fraction:g} of all that is offloaded, up to whole units")
+    if offload is None and devices and reader.plans:
+        offload = Offload()
+    if offload is not None:
+        reader.values["offload"] = offload
 
-    def __init__(self, reader: Reader) -> None:
-        self._reader = reader
-        self._devices: dict[str, tuple[Entry, str]] = {}
-        self._paths: dict[str, Entry] = {}
-        self._ratio: Entry | None = None
 
-    def note_device(self, kind: str, entry: Entry) -> None:
-        """Note the device; true means "cpu" and false "none"."""
-        is_flag = isinstance(entry.value, bool)
-        where = ("none", "cpu")[entry.value] if is_flag else entry.value
-        word = Entry(self._reader, entry.key, where).word(("none", "cpu", "nvme"))
-        self._devices[kind] = entry, word
+def _word(device: Entry) -> str:
+    where = device.value
+    where = ("none", "cpu")[where] if isinstance(where, bool) else where  # of the old keys
+    return replace(device, value=where).word(("none", "cpu", "nvme"))
 
-    def note_flag(self, kind: str, entry: Entry) -> None:
-        """Note an old key, whose value is true or false."""
-        entry.flag()
-        self.note_device(kind, entry)
 
-    def note_path(self, kind: str, entry: Entry) -> None:
-        """Note the folder of "nvme"."""
-        given = entry.value
-        path = Entry(self._reader, entry.key, str(given) if isinstance(given, PathLike) else given)
-        if not path.word() or "," in path.value:
-            raise entry.refusal(f"expected a folder, without a comma, got {path.value!r}")
-        self._paths[kind] = path
+def _path(folder: Entry) -> str:
+    path = str(folder.value) if isinstance(folder.value, PathLike) else folder.value
+    if not replace(folder, value=path).word() or "," in path:
+        raise folder.refusal(f"expected a folder, without a comma, got {path!r}")
+    return str(path)
 
-    def note_ratio(self, entry: Entry) -> None:
-        """Note the share of the optimizer's state that is offloaded."""
-        if not 0 <= entry.number() <= 1:
-            raise entry.refusal(f"expected 0 to 1, got {entry.value!r}")
-        self._ratio = entry
 
-    def settle(self, stage: int | None) -> None:
-        """Store ``offload`` and report on every key. ``stage`` None means undecided.
-
-        A plan has an offload if the file has a key of it; a run if the file moves state.
-
-        **Raises** ConfigError if state is to be in files without a folder, unless for a plan.
-        """
-        has_params = stage in (None, 3)
-        params = self._place("params") if has_params else "device"
-        said = self._place("optimizer")
-        follows = said == "device" != params
-        optimizer = "cpu" if follows else said
-        ratio = self._ratio
-        fraction = float(ratio.value) if ratio is not None and said != "device" else 1.0
-        offload: str | Offload | None = None
-        if optimizer != "device":
-            offload = Offload(params, None, optimizer, fraction)
-            if fraction == 1 and (params == "cpu" or not has_params):
-                offload = optimizer  # one word says the same
-        for kind, (entry, where) in self._devices.items():
-            if kind == "params" and where != "none" and params == "device":
-                why = f"full parameters stay on the device at stage {stage}, as in DeepSpeed"
-                entry.ignored(why)
-            elif kind == "optimizer" and where == "none" and follows:
-                entry.ignored("it is in host memory: an optimizer steps where its parameters rest")
-            elif where == "none":
-                entry.mapped(f"on the device: {_TITLES[kind]}")
-            else:
-                also = "; the optimizer is in host memory too, where its parameters rest"
-                entry.mapped(f"shard(offload={_spelled(offload)}){also if follows else ''}")
-        for kind, path in self._paths.items():
-            if folders_of(params if kind == "params" else said):
-                path.mapped("the folder; its files have no names")
-            else:
-                path.ignored(f"{_TITLES[kind]}: not in files")
-        if ratio is not None and said == "device":
-            ratio.ignored("the optimizer's block offloads nothing")
-        elif ratio is not None:
-            ratio.mapped(f"fraction={fraction:g} of all that is offloaded, up to whole units")
-        if offload is None and self._devices and self._reader.plans:
-            offload = Offload()
-        if offload is not None:
-            self._reader.values["offload"] = offload
-
-    def _place(self, kind: str) -> str:
-        if kind not in self._devices:
-            return "device"
-        entry, where = self._devices[kind]
-        if where != "nvme":
-            return "device" if where == "none" else where
-        if kind in self._paths:
-            return f"nvme:{self._paths[kind].value}"
-        if self._reader.plans:
-            return "nvme"
-        wanted = entry.key.replace("device", "nvme_path")
-        raise entry.refusal(f"nvme needs a folder; add {wanted}, one on that disk")
+def _place(device: Entry | None, folder: Entry | None) -> str:
+    """Return the place of an `Offload` for the two keys of one kind of state."""
+    where = "none" if device is None else _word(device)
+    if device is None or where != "nvme":
+        return "device" if where == "none" else where
+    if folder is not None:
+        return f"nvme:{_path(folder)}"
+    if device.reader.plans:
+        return "nvme"
+    wanted = device.key.replace("device", "nvme_path")
+    raise device.refusal(f"nvme needs a folder; add {wanted}, one on that disk")
 
 
 def _spelled(offload: str | Offload | None) -> str:

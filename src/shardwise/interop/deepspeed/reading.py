@@ -17,7 +17,7 @@ from difflib import get_close_matches
 from functools import partial
 
 from shardwise.errors import ConfigError
-from shardwise.interop.deepspeed.offload_blocks import Homes
+from shardwise.interop.deepspeed.offload_blocks import store_offload
 from shardwise.interop.foreign_keys import (
     KEYS,
     RATES,
@@ -114,29 +114,25 @@ def resolve(sizes: Mapping[str, int], world_size: int | None, source: str) -> di
     return dict(zip(SIZES, (micro, passes, whole), strict=True))
 
 
-def read_content(content: JsonMapping, reader: Reader, precision: object = None) -> Reading:
-    """Read a loaded file; ``reader.values`` may have batch sizes that the caller gives.
+class DeepSpeedFile:
+    """A loaded file while it is read. The order of keys is that of the table's rows.
 
-    ``precision`` counts if the file does not say one.
-
-    **Raises** ConfigError that names the source, the key and the nearest known one.
+    ``reader.values`` may have batch sizes that the caller gives. ``precision`` counts if the file
+    does not say one.
     """
-    return _DeepSpeedFile(content, reader, precision).read()
 
-
-class _DeepSpeedFile:
-    """A file while it is read. The order of keys is that of the table's rows."""
-
-    def __init__(self, content: JsonMapping, reader: Reader, precision: object) -> None:
+    def __init__(self, content: JsonMapping, reader: Reader, precision: object = None) -> None:
         self.content, self.reader = content, reader
         self.values, self.defaults = reader.values, reader.defaults
         self.optimizer: OptimizerChoice | None = None
         self.schedule: Curve | TorchSchedule | None = None
-        self.homes = Homes(reader)
         self.is_on = self._precisions(precision)
 
     def read(self) -> Reading:
-        """Read the file."""
+        """Read the file.
+
+        **Raises** ConfigError that names the source, the key and the nearest known one.
+        """
         reader, content = self.reader, self.content
         self._take_precision()
         handlers: dict[str, Handler] = {
@@ -147,19 +143,12 @@ class _DeepSpeedFile:
             "zero_optimization.stage3_prefetch_bucket_size": self._prefetch,
             "zero_optimization.zero_quantized_weights": self._quantized,
             "zero_optimization.zero_quantized_gradients": self._quantized,
-            "zero_optimization.cpu_offload": partial(self.homes.note_flag, "optimizer"),
-            "zero_optimization.cpu_offload_param": partial(self.homes.note_flag, "params"),
-            "zero_optimization.offload_optimizer.ratio": self.homes.note_ratio,
             "optimizer.type": self._optimizer,
             "optimizer.params": partial(self._needs_type, "AdamW"),
             "scheduler.type": self._scheduler,
             "scheduler.params": partial(self._needs_type, "WarmupLR"),
             "tensor_parallel": _refuse_tensor_parallel,
         }
-        for kind, block in (("params", "offload_param"), ("optimizer", "offload_optimizer")):
-            path = f"zero_optimization.{block}"
-            handlers[f"{path}.device"] = partial(self.homes.note_device, kind)
-            handlers[f"{path}.nvme_path"] = partial(self.homes.note_path, kind)
         for name, row in KEYS["fp16"].items():
             if not row.run and name != "enabled":
                 handlers[f"fp16.{name}"] = partial(self._scale, name)
@@ -264,7 +253,7 @@ class _DeepSpeedFile:
             self.reader.add("default", f"{entry.key}.stage", 0, "shard(stage=0)")
         if block.get("stage") != "auto":
             self.defaults["stage"] = 0
-        self.homes.settle({**self.defaults, **self.values}.get("stage"))
+        store_offload(self.reader, {**self.defaults, **self.values}.get("stage"))
         return None
 
     def _prefetch(self, entry: Entry) -> None:

@@ -14,11 +14,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from shardwise.config import PRECISIONS, Precision, Schedule
 from shardwise.errors import ConfigError
 from shardwise.interop.deepspeed.reading import (
+    DeepSpeedFile,
     OptimizerChoice,
     Reading,
     TorchSchedule,
     check_schedule_options,
-    read_content,
     resolve,
 )
 from shardwise.interop.foreign_keys import Entry, JsonMapping, JsonObject, Reader, Report, load_json
@@ -66,7 +66,7 @@ def from_deepspeed(
     for name, size in given.items():
         if size is not None:
             reader.values[name] = Entry(reader, name, size).integer(least=1)
-    reading = read_content(content, reader)
+    reading = DeepSpeedFile(content, reader).read()
     return DeepSpeedSettings(reading, resolve(reading.values, world_size, source))
 
 

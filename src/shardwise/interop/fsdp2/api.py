@@ -1,6 +1,7 @@
 """``fully_shard``: shard one or several modules in place."""
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,10 @@ from torch.distributed._composable import contract
 from torch.distributed._composable.contract import _get_registry
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_init import (
+    _adjust_managed_modules,
+    _get_managed_states,
+)
 from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _get_root_modules
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -112,12 +117,11 @@ def fully_shard(
     device = torch.device("cpu")
     if spread.mesh.device_type != "cpu":
         device = current_device(spread.mesh.device_type)
-    managed = list(_managed_modules(modules, ignored_params))
-    params = list(_managed_params(managed, ignored_params or set()))
+    managed = _managed_modules(modules, ignored_params)
+    params, buffers = _get_managed_states(managed, ignored_params)
     uses = _uses_of(modules, params)
-    _move(managed, params, device)
-    coded = precision.gather, precision.reduce_name, precision.block
-    asked = Asked(device, mp, offload, reshard_after_forward is None, moves, *coded)
+    _move((*params, *buffers), device)
+    asked = Asked(device, mp, precision, offload, reshard_after_forward is None, moves)
     units: dict[ShardingMesh, Unit] = {}
 
     def unit_on(where: ShardingMesh) -> Unit:
@@ -144,12 +148,12 @@ def fully_shard(
 def _policy_and_precision(
     policy: MixedPrecisionPolicy | Precision,
 ) -> tuple[MixedPrecisionPolicy, Precision]:
-    """Return torch's policy, and ours for the encoding of gathers and reductions.
+    """Return torch's policy, and ours for the units, without the cast of inputs.
 
     **Raises** ConfigError for ``master``.
     """
     if isinstance(policy, MixedPrecisionPolicy):
-        return policy, Precision()
+        return policy, Precision(policy.param_dtype, None, policy.reduce_dtype, False)
     asked = resolve_precision(policy)
     if asked.master is not None:
         raise ConfigError(
@@ -157,7 +161,8 @@ def _policy_and_precision(
             "the masters'; cast the model to it first and leave master= out, or use shard()"
         )
     casts = asked.cast_inputs and asked.param is not None
-    return MixedPrecisionPolicy(asked.param, asked.reduce_dtype, cast_forward_inputs=casts), asked
+    mp = MixedPrecisionPolicy(asked.param, asked.reduce_dtype, cast_forward_inputs=casts)
+    return mp, replace(asked, cast_inputs=False)
 
 
 def _state_and_activations(
@@ -236,57 +241,27 @@ def _checked_reshard(asked: bool | int | None, spread: ShardingMesh) -> tuple[bo
 
 def _managed_modules(
     roots: tuple[nn.Module, ...], ignored: set[nn.Parameter] | None
-) -> Iterator[nn.Module]:
-    """Yield the modules that no earlier call manages, children first."""
+) -> list[nn.Module]:
+    """Return the modules that no earlier call manages, children first."""
     seen: set[int] = set()
-    skipped: dict[int, bool] = {}
-
-    def is_ignored(module: nn.Module) -> bool:
-        if id(module) not in skipped:
-            own = list(module.parameters(recurse=False))
-            skipped[id(module)] = (
-                next(module.buffers(recurse=False), None) is None
-                and all(p in (ignored or ()) for p in own)
-                and all(is_ignored(child) for child in module.children())
-            )
-        return skipped[id(module)]
 
     def walk(module: nn.Module) -> Iterator[nn.Module]:
-        if module not in roots and state_of(module) is not None:
-            return
-        if _is_replicated(module):
+        is_managed = module not in roots and state_of(module) is not None
+        if is_managed or _is_replicated(module):
             return
         seen.add(id(module))
         for child in module.children():
             if id(child) not in seen:
                 yield from walk(child)
-        if ignored is None or not is_ignored(module):
-            yield module
+        yield module
 
-    for root in roots:
-        yield from walk(root)
+    found = [module for root in roots for module in walk(root)]
+    return found if ignored is None else _adjust_managed_modules(found, ignored)
 
 
 def _is_replicated(module: nn.Module) -> bool:
     """Return True if torch's ``replicate`` manages the module."""
     return "replicate" in (_get_registry(module) or {})
-
-
-def _managed_params(
-    modules: Iterable[nn.Module], ignored: set[nn.Parameter]
-) -> dict[nn.Parameter, None]:
-    params: dict[nn.Parameter, None] = {}
-    for module in modules:
-        for name, param in module.named_parameters(recurse=False):
-            if param in ignored:
-                continue
-            if not param.shape:
-                raise ValueError(
-                    "fully_shard doesn't support scalar parameters. Change "
-                    f"{name} to a 1D tensor with numel equal to 1."
-                )
-            params[param] = None
-    return params
 
 
 def _uses_of(
@@ -303,12 +278,9 @@ def _uses_of(
     return {param: tuple(uses) for param, uses in found.items()}
 
 
-def _move(
-    modules: Iterable[nn.Module], params: Iterable[nn.Parameter], device: torch.device
-) -> None:
+def _move(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
     """Move parameters and buffers to the device; those on meta stay there."""
-    buffers = {id(b): b for m in modules for b in m.buffers(recurse=False)}
-    for tensor in (*params, *buffers.values()):
+    for tensor in tensors:
         if tensor.device == device or tensor.is_meta:
             continue
         if isinstance(tensor, DTensor):

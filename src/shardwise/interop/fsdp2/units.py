@@ -21,7 +21,6 @@ from shardwise.layout.segments import build_layout
 from shardwise.layout.units import ParamUse
 from shardwise.mesh import Axis
 from shardwise.offload.home import Home
-from shardwise.precisions import GatherName, ReduceName
 from shardwise.stages import STAGES, UnitSettings
 from shardwise.tensor.cut import as_dtensor, cut_along, cut_piece, make_cut
 from shardwise.tensor.inner import chunk_of, has_own_gather, refuse_opaque
@@ -43,27 +42,18 @@ _SUMS_IN_OWN_DTYPE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15
 
 @dataclass(frozen=True)
 class Asked:
-    """Settings of one call that its units do not hold.
+    """Settings of one call. Its units have the ``precision``, the call itself the rest.
 
-    ``gather``, ``reduce`` and ``block`` are the encodings of `Precision`. ``frees_unless_root``:
-    ``reshard_after_forward`` was None, so the root keeps its parameters.
+    ``frees_unless_root``: ``reshard_after_forward`` was None, so the root keeps its parameters.
     ``moves_activations``: inputs of checkpointed blocks rest in host memory.
     """
 
     device: torch.device
     mp: MixedPrecisionPolicy
+    precision: Precision
     offload: CPUOffloadPolicy | None
     frees_unless_root: bool = False
     moves_activations: bool = False
-    gather: GatherName | None = None
-    reduce: ReduceName | None = None
-    block: int = 256
-
-    @property
-    def precision(self) -> Precision:
-        """The dtypes of a unit; the call casts its inputs."""
-        reduce = self.reduce or self.mp.reduce_dtype
-        return Precision(self.mp.param_dtype, None, reduce, False, self.gather, self.block)
 
 
 def make_unit(

@@ -20,8 +20,8 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, TypeVar
@@ -115,27 +115,26 @@ def _write(plan: Plan, folder: str | Path, writes: bool) -> None:
     members = control.members or (dist.get_rank(),)
     ranks = [rank for rank, flag in zip(members, flags, strict=True) if flag[0]]
     with ExitStack() as stack:
-        writer = None
+        write: Callable[[str, torch.Tensor], None] | None = None
         if writes:
             try:
-                writer = stack.enter_context(_Writer(Path(folder), plan))
+                write = stack.enter_context(_files(Path(folder), plan))
             except OSError as error:
                 failures.append(error)
         weights = FullWeights(plan.model, "save_pretrained", ranks or members)
         groups = plan.groups if ranks else []
         for name, tensor in weights.stream(plan.tensors, groups, plan.revert, 0):
-            if failures or writer is None:  # the other ranks still gather
+            if failures or write is None:  # the other ranks still gather
                 continue
             try:
-                writer.write({name: tensor.cpu()})
+                write(name, tensor)
             except OSError as error:
                 failures.append(error)
 
         def finish() -> None:
             if failures:
                 raise failures[0]
-            if writer is not None:
-                writer.finish(plan.model)
+            stack.close()
 
         on_all_ranks(engine_of(plan.model).comm.control, finish)
 
@@ -210,54 +209,46 @@ def _by_layer(names: Iterable[str]) -> list[list[str]]:
     return list(groups.values())
 
 
-class _Writer:
-    """The files of a rank that writes. They get their names in `finish`."""
+@contextmanager
+def _files(folder: Path, plan: Plan) -> Iterator[Callable[[str, torch.Tensor], None]]:
+    """Yield a function that writes a tensor to its place; the files get their names at the end.
 
-    def __init__(self, folder: Path, plan: Plan) -> None:
-        self._folder, self._plan = folder, plan
-        mark = secrets.token_hex(4)
-        self._temporary = {name: folder / f".{name}.{mark}.tmp" for name in plan.files}
-        self._open: dict[str, tuple[BinaryIO, int]] = {}
-        self._homes = {s.key: (name, s) for name, stored in plan.files.items() for s in stored}
+    They are removed if the block fails.
+    """
+    mark = secrets.token_hex(4)
+    temporary = {name: folder / f".{name}.{mark}.tmp" for name in plan.files}
+    places: dict[str, tuple[BinaryIO, int]] = {}
 
-    def __enter__(self) -> _Writer:
-        try:
-            for name, stored in self._plan.files.items():
+    def write(key: str, tensor: torch.Tensor) -> None:
+        file, begin = places[key]
+        file.seek(begin)
+        file.write(memory_of(tensor.cpu().contiguous()))
+
+    try:
+        with ExitStack() as stack:
+            for name, stored in plan.files.items():
                 header = build_header(stored, {"format": "pt"})
-                file = self._temporary[name].open("xb")
-                self._open[name] = file, len(header)
+                file = stack.enter_context(temporary[name].open("xb"))
                 file.write(header)
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for file, _ in self._open.values():
-            with suppress(OSError):
-                file.close()
-        for path in self._temporary.values():
+                places.update((each.key, (file, len(header) + each.begin)) for each in stored)
+            try:
+                yield write
+            except BaseException:  # on a full disk closing fails again
+                for opened, _ in places.values():
+                    with suppress(OSError):
+                        opened.close()
+                raise
+        for name, path in temporary.items():
+            os.replace(path, folder / name)
+        stale = INDEX_FILE if WEIGHTS_FILE in plan.files else WEIGHTS_FILE
+        (folder / stale).unlink(missing_ok=True)  # of an earlier save
+        if len(plan.files) > 1:
+            assert isinstance(plan.model, PreTrainedModel)  # others have one file
+            text = index_text(plan.files, total_parameters=plan.model.num_parameters())
+            (folder / INDEX_FILE).write_text(text, encoding="utf-8")
+    finally:
+        for path in temporary.values():
             path.unlink(missing_ok=True)
-
-    def write(self, tensors: State) -> None:
-        """Write tensors to their places in the files."""
-        for key, tensor in tensors.items():
-            name, stored = self._homes[key]
-            file, begin = self._open[name]
-            file.seek(begin + stored.begin)
-            file.write(memory_of(tensor.contiguous()))
-
-    def finish(self, model: nn.Module) -> None:
-        """Close and rename the files, and write the index if there are several."""
-        for name, (file, _) in self._open.items():
-            file.close()
-            os.replace(self._temporary[name], self._folder / name)
-        stale = INDEX_FILE if WEIGHTS_FILE in self._plan.files else WEIGHTS_FILE
-        (self._folder / stale).unlink(missing_ok=True)  # of an earlier save
-        if len(self._plan.files) > 1:
-            assert isinstance(model, PreTrainedModel)  # others have one file
-            text = index_text(self._plan.files, total_parameters=model.num_parameters())
-            (self._folder / INDEX_FILE).write_text(text, encoding="utf-8")
 
 
 # -- a model that transformers treats as its own: see Note [Sharded at load time]

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -38,11 +38,11 @@ from transformers.core_model_loading import (
 from transformers.initialization import guard_torch_init_functions
 
 from shardwise.checkpoint.container import element_bytes, torch_dtype
+from shardwise.checkpoint.restore import Place, places_of_sharded
 from shardwise.checkpoint.source import Source, TensorInfo
 from shardwise.comm.control import Control
 from shardwise.engine.api import engine_of
 from shardwise.errors import CheckpointError, ConfigError
-from shardwise.tensor.inner import inner_of
 from shardwise.tensor.plain_state import owner_of
 
 if TYPE_CHECKING:
@@ -150,39 +150,29 @@ def match_keys(
     return recipes
 
 
-@dataclass(frozen=True)
-class _Slice:
-    """Elements [lo, hi) of a parameter or buffer of this shape: what this rank has, flat."""
-
-    data: torch.Tensor
-    lo: int
-    hi: int
-    shape: tuple[int, ...]
-
-
-def _slices_of(model: nn.Module) -> dict[str, _Slice]:
+def _places_of(model: nn.Module) -> dict[str, Place]:
     """Return this rank's slice of every parameter and persistent buffer, by all of its names."""
-    slices = {}
+    places = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if not isinstance(tensor, nn.Parameter):
-            slices[name] = _Slice(tensor.detach().view(-1), 0, tensor.numel(), tuple(tensor.shape))
+            data = tensor.detach().view(-1)
+            places[name] = Place((name,), tensor, tuple(tensor.shape), 0, data.numel(), data)
     for param in (param for unit in engine_of(model).units for param in unit.params):
         if param.cut.piece.shape != param.cut.shape:
             raise ConfigError(
                 f"parameter '{param.name}' is {param.sharded.placements}: weights are read into "
                 "parameters that are cut along dim 0 alone; load them, and shard the model then"
             )
-        local = param.sharded.to_local()
-        parts = inner_of(local, param.cut, param.name)
-        if len(parts) > 1:
+        place, *others = places_of_sharded(param)
+        if others:
+            kind = type(param.sharded.to_local()).__name__
             raise ConfigError(
-                f"parameter '{param.name}' is a {type(local).__name__}, which is made of several "
+                f"parameter '{param.name}' is a {kind}, which is made of several "
                 "tensors; load the plain weights, and make tensors of this class of them then"
             )
-        cut, data = parts[0].cut, parts[0].local.view(-1)
         for use in param.uses:
-            slices[use.name] = _Slice(data, cut.lo, cut.hi, cut.shape)
-    return slices
+            places[use.name] = replace(place, data=place.data.view(-1))
+    return places
 
 
 @torch.no_grad()
@@ -200,9 +190,9 @@ def read_weights(
 
     **Cost** this rank's bytes of each file; in memory 64 MiB of them, or one conversion.
     """
-    slices = _slices_of(model)
+    places = _places_of(model)
     for recipe in {id(r): r for r in recipes.values()}.values():
-        wanted = {name: slices[name] for name in recipe.targets if recipes.get(name) is recipe}
+        wanted = {name: places[name] for name in recipe.targets if recipes.get(name) is recipe}
         if recipe.converter is None:
             ((name, place),) = wanted.items()
             info = recipe.sources[0][1]
@@ -212,7 +202,7 @@ def read_weights(
                 place.data[lo - place.lo :][: piece.numel()].copy_(piece.to(dtypes[name]))
         else:
             _read_converted(model, source, recipe, wanted, dtypes, report)
-    for place in slices.values():  # full copies elsewhere are stale now
+    for place in places.values():  # full copies elsewhere are stale now
         torch.autograd.graph.increment_version(place.data)
 
 
@@ -220,7 +210,7 @@ def _read_converted(
     model: nn.Module,
     source: Source,
     recipe: Recipe,
-    wanted: Mapping[str, _Slice],
+    wanted: Mapping[str, Place],
     dtypes: Mapping[str, torch.dtype],
     report: LoadStateDictInfo,
 ) -> None:
@@ -276,24 +266,22 @@ def initialise_missing(
 @contextmanager
 def _full_params(module: nn.Module, drawn: Mapping[int, torch.dtype]) -> Iterator[None]:
     """Replace the module's own missing parameters by full ones; keep this rank's slices."""
-    fulls: dict[str, tuple[Any, nn.Parameter]] = {}
-    for name, param in module._parameters.items():
-        if param is None or owner_of(param) is None:
-            continue
-        if id(param) in drawn and not hasattr(param, _DONE):
+    fulls: dict[Any, nn.Parameter] = {}
+    for param in module.parameters(recurse=False):
+        owner = owner_of(param)
+        if owner is not None and id(param) in drawn and not hasattr(param, _DONE):
             memory = torch.empty(param.shape, dtype=drawn[id(param)], device="cpu")
-            fulls[name] = param, nn.Parameter(memory, requires_grad=param.requires_grad)
-    for name, (_, full) in fulls.items():
-        module._parameters[name] = full
+            fulls[owner] = nn.Parameter(memory, requires_grad=param.requires_grad)
+    for owner, full in fulls.items():
+        owner.put(full)
     try:
         yield
     finally:
-        for name, (param, _) in fulls.items():
-            module._parameters[name] = param
-    for param, full in fulls.values():
-        owner = owner_of(param)
-        param.to_local().copy_(owner.cut.slice_of(full))
-        setattr(param, _DONE, True)
+        for owner in fulls:
+            owner.put(owner.sharded)
+    for owner, full in fulls.items():
+        owner.sharded.to_local().copy_(owner.cut.slice_of(full))
+        setattr(owner.sharded, _DONE, True)
 
 
 @contextmanager
