@@ -89,13 +89,7 @@ def observe(
     than 1; on all ranks an error of one that cannot write in ``output``. Later a full disk or a
     tracker that fails is logged once, and no more is written.
     """
-    if resumed is not None:
-        if resumed.step is None or first_step != 1:
-            raise ConfigError(
-                f"resumed={resumed.path} is of step {resumed.step}, first_step={first_step}: "
-                "give one of them, and resumed only if it says its step"
-            )
-        first_step = resumed.step + 1
+    first_step = first_step if resumed is None else _step_after(resumed, first_step)
     counts = {"every": every, "detail_every": detail_every, "first_step": first_step}
     for name, value in counts.items():
         if value is not None and value < 1:
@@ -137,6 +131,15 @@ def observe(
     gatherer = Gatherer(control, facts, outputs, every, parts.comm.device)
     recovery = recovery if rank == 0 else None
     return Observation(parts, optimizers, facts, gatherer, done, detail_every, recovery)
+
+
+def _step_after(resumed: Loaded, first_step: int) -> int:
+    if resumed.step is None or first_step != 1:
+        raise ConfigError(
+            f"resumed={resumed.path} is of step {resumed.step}, first_step={first_step}: "
+            "give one of them, and resumed only if it says its step"
+        )
+    return resumed.step + 1
 
 
 def _recovery(folder: Path, resumed: Loaded) -> Recovery | None:
