@@ -19,8 +19,7 @@ from shardwise.plan.candidate import ALL_DEGREES, Candidate, Checkpointing
 from shardwise.plan.machine.hardware import Cluster, make_cluster
 from shardwise.plan.machine.pricing import Prices
 from shardwise.plan.model.shaped import ShapedModel
-from shardwise.plan.planned import Plan
-from shardwise.plan.planning import plan
+from shardwise.plan.planning import Plan, plan
 
 GIB = 2**30
 MemoryKind = Literal["allocated", "reserved", "device"]
@@ -194,9 +193,9 @@ def memory_kind(row: Row, system: System) -> MemoryKind:
 
 def planned_bytes(made: Plan, kind: MemoryKind) -> int:
     """Return what a memory column of this kind would show, as the plan expects it."""
-    memory = made.memory
-    reserved = memory.expected_bytes - memory.context_bytes - memory.communicator_bytes
-    allocated = reserved - memory.fragmentation_bytes - memory.cached_bytes
+    memory, outside = made.memory, ("context of the device", "communicators")
+    reserved = memory.expected_bytes - sum(memory.margins.get(name, 0) for name in outside)
+    allocated = memory.expected_bytes - sum(memory.margins.values())
     return {"allocated": allocated, "reserved": reserved, "device": memory.expected_bytes}[kind]
 
 

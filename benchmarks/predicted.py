@@ -227,7 +227,7 @@ def predict(
         "exposed_s": simulated.exposed_s,
         "phase_s": phases,
         "peak_bytes": played.peak.ledger.total,
-        "num_params": tape.num_params,
+        "num_params": sum(unit.numel for unit in tape.units),
     }
 
 

@@ -46,8 +46,9 @@ takes longer than sending if
 ```
 
 Two gathers in bf16 and a reduction in bf16 are 6 P bytes: t > C / W, whatever the model. (Source:
-Austin et al. 2025, How to Scale Your Model, "Fully-Sharded Data Parallelism".) The reductions here
-are in fp32, and the last unit is gathered once: BYTES P bytes.
+Austin et al. 2025, How to Scale Your Model, "Fully-Sharded Data Parallelism";
+github:jax-ml/scaling-book at 04d8de58, training.md.) The reductions here are in fp32, and the last
+unit is gathered once: BYTES P bytes.
 
 | link | GB/s | bound, tokens | waits HEAD |
 |---|---|---|---|---|---|---|

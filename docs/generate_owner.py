@@ -17,7 +17,7 @@ def weight_cell(ranks: list[dict[str, Any]]) -> str:
         if value is not None:
             is_own = rank["owns"][0] <= ELEMENT < rank["owns"][1]
             stale = " stale" * (not is_own and rank["full"] == "stale")
-            held.append((f"{value}{stale}", number))
+            held.append((f"{value:.3f}{stale}", number))
     return grouped(held)
 
 
@@ -27,7 +27,7 @@ def gradient_cell(ranks: list[dict[str, Any]]) -> str:
     for number, rank in enumerate(ranks):
         begin, end = (0, len(rank["values"])) if rank["grad"] == "own" else rank["owns"]
         if rank["grads"] and begin <= ELEMENT < end:
-            held.append((str(rank["grads"][ELEMENT - begin]), number))
+            held.append((f"{rank['grads'][ELEMENT - begin]:.3f}", number))
     if ranks[0]["grad"] == "own":
         return f"own: {', '.join(value for value, _ in held)}"
     return f"mean {grouped(held)}" if held else "-"

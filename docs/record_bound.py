@@ -10,7 +10,7 @@ from typing import Any
 
 from shardwise.plan import Candidate, find_model, make_cluster, plan
 from shardwise.plan.model.shaped import ShapedModel
-from shardwise.plan.planned import Plan
+from shardwise.plan.planning import Plan
 from shardwise.svg import colour_of
 
 RECORDED = Path(__file__).parent / "site" / "data" / "bound.json"

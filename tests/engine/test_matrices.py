@@ -311,8 +311,7 @@ def trained(rank, clip=None, **options):
 
 @on_ranks(1, 3)
 def test_muon_and_adamw_have_the_bits_of_stage_0(rank, tmp_path):
-    folder = str(tmp_path)
-    host, files = shardwise.Offload("cpu", "cpu", "cpu"), f"nvme:{folder}"
+    host, files = shardwise.Offload("cpu", "cpu", "cpu"), f"nvme:{tmp_path}"
     alike = {
         "fp32": [
             {"schedule": Schedule(0)},
@@ -492,8 +491,7 @@ ADAMWS = ("exp_avg", "exp_avg_sq")
 @on_ranks(2)
 def test_each_part_of_a_mixed_optimizer_rests_where_it_would_by_itself(rank, tmp_path):
     """AdamW is overlapped and rests in files, Muon steps plainly and rests on the host."""
-    folder = str(tmp_path)
-    offload = shardwise.Offload("cpu", "cpu", f"nvme:{folder}")
+    offload = shardwise.Offload("cpu", "cpu", f"nvme:{tmp_path}")
     model = shardwise.shard(net(), units=[Block], layout="matrices", offload=offload)
     optimizer = mixed(model)
     step(model, optimizer, range(3), rank)

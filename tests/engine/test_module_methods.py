@@ -179,7 +179,6 @@ def test_what_stands_full_in_the_modules_is_sharded_again_when_a_pass_ends(rank)
 
 @on_ranks(1, 2, 3)
 def test_unshard_holds_parameters_in_full_over_passes_until_reshard(rank, world, tmp_path):
-    folder = str(tmp_path)
     for stage in STAGES:
         model, reference = sharded(stage), plain()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -222,7 +221,7 @@ def test_unshard_holds_parameters_in_full_over_passes_until_reshard(rank, world,
             optimizer.zero_grad()
             model.blocks[0].unshard()
             if saves:
-                shardwise.save(f"{folder}/{stage}", model)
+                shardwise.save(f"{tmp_path}/{stage}", model)
             else:
                 with gathered(model):
                     pass

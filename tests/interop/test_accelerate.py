@@ -294,16 +294,15 @@ def test_a_save_that_is_refused_in_a_window_touches_no_file(rank, world_size, tm
 
 @on_ranks(2)
 def test_a_folder_that_one_rank_does_not_have_is_refused_on_all_ranks(rank, world_size, tmp_path):
-    folder = str(tmp_path)
     with launched(rank, world_size):
         project = accelerate.utils.ProjectConfiguration(
-            project_dir=str(Path(folder, str(rank))), automatic_checkpoint_naming=True
+            project_dir=str(Path(tmp_path, str(rank))), automatic_checkpoint_naming=True
         )
         accelerator = ours.Accelerator(cpu=True, project_config=project)
         run = Run(accelerator, {"stage": 3})
         if rank == 0:
-            Path(folder, "0", "checkpoints", "checkpoint_0").mkdir(parents=True)
-        for given in (str(Path(folder, "0" if rank == 0 else "absent")), None):
+            Path(tmp_path, "0", "checkpoints", "checkpoint_0").mkdir(parents=True)
+        for given in (str(Path(tmp_path, "0" if rank == 0 else "absent")), None):
             with pytest.raises(CheckpointError, match=r"rank 1: load_state: .*no saved state"):
                 accelerator.load_state(given)
         assert len(set(run.steps())) > 1  # it goes on

@@ -736,21 +736,6 @@ def test_two_ranks_train_with_the_losses_of_the_same_settings_in_our_yaml(tmp_pa
     assert {**decided[0], "output": None} == {**decided[1], "output": None}
 
 
-@pytest.mark.slow
-def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path, capsys):
-    content = {**DEEPSPEED, "optimizer": {"type": "SGD", "params": {"lr": 0.01}}}
-    content["scheduler"] = {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}
-    file = write(tmp_path, content)
-    shape = write(tmp_path, {**RUN, "ranks": 1}, "shape.yaml")
-    flags = ["--lr", "0.25", "--accumulation", "1", "--stage", "3", "--steps", "2"]
-    out = run(shape, "--deepspeed", file, *flags, "--output", tmp_path / "run")
-    assert "taken over" in out
-    config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
-    assert (config["lr"], config["accumulation"], config["stage"]) == (0.25, 1, 3)
-    assert (config["micro_batch"], config["optimizer"], config["grad_clip"]) == (8, "sgd", 0.5)
-    assert len(metrics(tmp_path / "run")) == 2
-
-
 @pytest.mark.parametrize(
     ("yaml_keys", "content", "flags", "named"),
     [

@@ -224,14 +224,13 @@ def test_moments_that_would_be_wrong_are_refused(rank, world_size):
 @on_ranks(2)
 def test_windows_of_torchs_switches_are_closed_by_ours_and_cannot_be_saved(tmp_path):
     """A window under torch's own switches, ended by ours; nothing in it can be saved."""
-    folder = str(tmp_path)
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     for switch in ("set_requires_gradient_sync", "set_requires_all_reduce"):
         model, plain = sharded("fully_shard", mesh), sharded("fully_shard", mesh)
         getattr(model, switch)(False)
         step_of(model, 0)
         with pytest.raises(StateError, match="accumulation window"):
-            shardwise.save(folder, model)
+            shardwise.save(tmp_path, model)
         with shardwise.accumulate(model, last=True):
             step_of(model, 1)
         step_of(plain, 0)

@@ -67,12 +67,11 @@ def train(model, num_steps=2):
 def test_adapters_are_saved_as_stock_peft_saves_them_and_loaded_without_the_base(
     world_size, rank, tmp_path, options
 ):
-    folder = str(tmp_path)
     names = ("default", "second")
     embedding = {"modules_to_save": ["norm"], "targets": ("q_proj", "embed_tokens")}
     model = shard(lora_llama(BF16, names, **embedding), **options)
     train(model)
-    ours, stock = Path(folder, "ours"), Path(folder, "stock")
+    ours, stock = Path(tmp_path, "ours"), Path(tmp_path, "stock")
     events = events_of(model)
     save_adapter(model, ours)
     saved = ("lora_", "modules_to_save", "embed_tokens.base_layer")  # it is targeted
@@ -86,8 +85,8 @@ def test_adapters_are_saved_as_stock_peft_saves_them_and_loaded_without_the_base
         assert_same_bits(load_file(ours / file), load_file(stock / file))
         config = Path(part, "adapter_config.json")
         assert json.loads((ours / config).read_text()) == json.loads((stock / config).read_text())
-    save_adapter(model, Path(folder, "one"), ["second"])
-    assert [p.name for p in Path(folder, "one").iterdir() if p.is_dir()] == ["second"]
+    save_adapter(model, Path(tmp_path, "one"), ["second"])
+    assert [p.name for p in Path(tmp_path, "one").iterdir() if p.is_dir()] == ["second"]
 
     # Stock PEFT reads it.
     torch.manual_seed(0)
@@ -114,10 +113,10 @@ def test_adapters_are_saved_as_stock_peft_saves_them_and_loaded_without_the_base
     assert_same_bits(values(fresh), expected)
     assert len(set(train(fresh))) == 2
     load_adapter(fresh, ours)
-    save_adapter(fresh, Path(folder, "calls"))
+    save_adapter(fresh, Path(tmp_path, "calls"))
     dist.barrier()
     file = "adapter_model.safetensors"
-    assert Path(folder, "calls", file).read_bytes() == (ours / file).read_bytes()
+    assert Path(tmp_path, "calls", file).read_bytes() == (ours / file).read_bytes()
 
     # So does PEFT's own call, where parameters are cut by rows.
     fresh = shard(lora_llama(BF16, names, **embedding), stage=3)
@@ -172,9 +171,8 @@ def test_adapters_that_do_not_fit_change_nothing_and_say_why(rank, tmp_path):
 @on_ranks(2)
 def test_a_folder_that_one_rank_cannot_read_is_refused_on_all_ranks(rank, tmp_path):
     """A folder that one rank alone does not see is refused on both, and both can go on."""
-    folder = str(tmp_path)
     model = shard(lora_llama(targets=("q_proj",)), stage=3)
-    here = Path(folder, f"of rank {rank}")
+    here = Path(tmp_path, f"of rank {rank}")
     if rank == 0:
         lora_llama(targets=("q_proj",)).save_pretrained(str(here))
     dist.barrier()
@@ -192,8 +190,8 @@ def test_a_folder_that_one_rank_cannot_read_is_refused_on_all_ranks(rank, tmp_pa
         load_adapter(model, here)
     assert_same_bits(values(model), before)
     with pytest.raises(ConfigError, match=r"mistyped is no folder"):
-        load_adapter(model, Path(folder, "mistyped"))
-    load_adapter(model, Path(folder, "of rank 0"))
+        load_adapter(model, Path(tmp_path, "mistyped"))
+    load_adapter(model, Path(tmp_path, "of rank 0"))
     assert len(set(train(model))) == 2
 
 
@@ -215,14 +213,13 @@ def tied_llama(seed, options):
 
 @on_ranks(2)
 def test_adapters_of_tied_embeddings_are_loaded_from_what_was_saved(tmp_path):
-    folder = str(tmp_path)
     for name, options in TIED.items():
         model = shard(tied_llama(1, options), stage=3)
         train(model)
-        save_adapter(model, Path(folder, name))
+        save_adapter(model, Path(tmp_path, name))
         dist.barrier()
         fresh = shard(tied_llama(2, options), stage=3)
-        load_adapter(fresh, Path(folder, name))
+        load_adapter(fresh, Path(tmp_path, name))
         assert_same_bits(values(fresh), values(model))
 
 

@@ -69,7 +69,6 @@ def measure(rank, model, inner):
 
 @on_ranks(2)
 def test_metrics_of_a_sharded_model_are_those_of_the_plain_one(rank, tmp_path):
-    folder = str(tmp_path)
     torch.manual_seed(0)
     plain = Measured()
     # DDP would overwrite the metrics' buffers with rank 0's; then it is no truth.
@@ -88,11 +87,11 @@ def test_metrics_of_a_sharded_model_are_those_of_the_plain_one(rank, tmp_path):
         model.eval()
         assert model.error.total > 0
     # A metric keeps its state beside the parameters and buffers, so a checkpoint is told about it.
-    save(Path(folder, "c"), model, extra={"error": model.error})
+    save(Path(tmp_path, "c"), model, extra={"error": model.error})
     torch.manual_seed(5)
     again = Measured()
     shard(again, stage=2)
-    load(Path(folder, "c"), again, extra={"error": again.error})
+    load(Path(tmp_path, "c"), again, extra={"error": again.error})
     assert_same_bits(full_parameters(again), dict(plain.named_parameters()))
     assert torch.equal(again.error.total, model.error.total)  # each rank's own
     assert torch.equal(again.error.sum_squared_error, model.error.sum_squared_error)

@@ -9,6 +9,7 @@ from shardwise.plan.candidate import Candidate
 from shardwise.plan.machine.hardware import make_cluster
 from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.model.shapes import llama_shape
+from shardwise.plan.model.tape import Work
 from shardwise.plan.planning import plan
 
 SEQ = 64
@@ -17,6 +18,14 @@ SHAPE = llama_shape(3, 64, 4, 2, 160, 320)
 
 def make_model(shape=SHAPE, name="small"):
     return ShapedModel(name, shape, SEQ)
+
+
+def flops_of(tape):
+    return sum(c.flops for e in tape.events if isinstance(e, Work) for c in e.costs)
+
+
+def num_params_of(tape):
+    return sum(unit.numel for unit in tape.units)
 
 
 def cluster_of_ranks(num_ranks):

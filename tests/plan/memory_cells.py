@@ -15,8 +15,7 @@ from pathlib import Path
 import torch
 
 from shardwise.plan.candidate import Candidate
-from shardwise.plan.model.models import huggingface_source, module_source
-from shardwise.plan.model.traced import TracedModel
+from shardwise.plan.model.models import TracedModel, huggingface_source, module_source
 from shardwise.plan.step.play import play
 from shardwise.train.config import TrainConfig
 from shardwise.train.decoder import Decoder

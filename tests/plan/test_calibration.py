@@ -20,7 +20,7 @@ from shardwise.plan.machine.calibration import (
     read_calibration,
     write_calibration,
 )
-from shardwise.plan.machine.links import Curve
+from shardwise.plan.machine.pricing import Curve
 from shardwise.plan.model.tape import Cost
 from shardwise.plan.step.play import play
 from shardwise.plan.step.program import Collective, Compute, Op, Transfer
@@ -137,8 +137,8 @@ def test_every_number_in_a_file_has_its_unit_in_its_key(tmp_path):
     ("key", "value", "part"),
     [
         (("format",), "other", "expected a calibration"),
-        (("version",), VERSION + 1, "later shardwise"),
-        (("version",), 1, "counted in another way; measure again"),
+        (("version",), VERSION + 1, "measure again with this one"),
+        (("version",), 1, "measure again with this one"),
         (("num_ranks",), 0, "num_ranks: expected greater than 0, got 0"),
         (("overlap",), 1.1, "overlap: expected less than or equal to 1, got 1.1"),
         (("message_s",), None, "message_s: expected a valid number, got nothing"),

@@ -11,15 +11,13 @@ from decoders import SEQ, SHAPE, cluster_of_ranks, faster, make_model, make_plan
 from shardwise.errors import ConfigError
 from shardwise.homes import Offload
 from shardwise.plan.candidate import Candidate
+from shardwise.plan.facts import plan_facts
 from shardwise.plan.machine.hardware import make_cluster
-from shardwise.plan.machine.links import send_seconds
-from shardwise.plan.machine.pricing import Prices
+from shardwise.plan.machine.pricing import Prices, send_seconds
 from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.model.shapes import Experts, gpt_shape
 from shardwise.plan.model.tape import Tape
-from shardwise.plan.planned import Plan, time_rows
-from shardwise.plan.planning import plan
-from shardwise.plan.report.facts import plan_facts
+from shardwise.plan.planning import Plan, plan, time_rows
 from shardwise.plan.step.play import play
 from shardwise.plan.timing.simulate import simulate
 

@@ -13,12 +13,12 @@ import pytest
 
 from shardwise.homes import Offload
 from shardwise.plan import Candidate
+from shardwise.plan.facts import plan_facts
 from shardwise.plan.machine.hardware import make_cluster
 from shardwise.plan.model.presets import find_preset
 from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.model.shapes import Experts, Latent, llama_shape
 from shardwise.plan.planning import plan
-from shardwise.plan.report.facts import plan_facts
 
 FIGURES = Path(__file__).with_name("frozen_plans.json")
 SMALL = llama_shape(4, 1024, 8, 2, 2816, 32_000)

@@ -6,7 +6,6 @@ from shardwise.errors import ConfigError
 from shardwise.plan.machine.hardware import (
     accelerators,
     find_accelerator,
-    find_host,
     find_link,
     hosts,
     links,
@@ -67,7 +66,6 @@ def test_every_accelerator_is_found_by_its_own_name(name):
 
 def test_every_link_and_host_is_found_by_its_own_name():
     assert all(find_link(name) is links()[name] for name in links())
-    assert all(find_host(name) is hosts()[name] for name in hosts())
     assert find_link("NVLink 4").name == "nvlink4"
     assert find_link("10GbE").name == "ethernet-10"
     assert find_link("HDR").name == "infiniband-hdr"
@@ -79,7 +77,6 @@ def test_every_link_and_host_is_found_by_its_own_name():
         (find_accelerator, "H101", "H100"),
         (find_accelerator, "A100-60GB", "A100-40GB"),
         (find_link, "nvlink9", "nvlink5"),
-        (find_host, "dgx-a101", "dgx-a100"),
     ],
 )
 def test_an_unknown_name_is_refused_with_the_nearest(find, written, nearest):
@@ -125,6 +122,7 @@ def test_a_dtype_without_units_runs_in_float32_or_is_refused():
         ({"num_gpus": 8, "num_nics": -1}, "num_nics=-1"),
         ({"num_gpus": 8, "link": "string"}, "link 'string'"),
         ({"num_gpus": 8, "network": "pigeon"}, "link 'pigeon'"),
+        ({"num_gpus": 8, "host": "dgx-a101"}, "host 'dgx-a101'.*dgx-a100"),
     ],
 )
 def test_a_cluster_of_nonsense_is_refused(settings, message):

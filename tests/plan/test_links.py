@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError
 from shardwise.plan.machine.hardware import find_link, make_cluster
-from shardwise.plan.machine.links import (
+from shardwise.plan.machine.pricing import (
     Group,
     collective_seconds,
     place,

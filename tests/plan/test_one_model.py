@@ -14,11 +14,10 @@ from shardwise.errors import ConfigError
 from shardwise.keys import check_keys
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.machine.hardware import make_cluster
-from shardwise.plan.model.models import huggingface_source, shape_source
+from shardwise.plan.model.models import TracedModel, huggingface_source, shape_source
 from shardwise.plan.model.presets import find_preset
 from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.model.shapes import Experts, gpt_shape, llama_shape
-from shardwise.plan.model.traced import TracedModel
 from shardwise.plan.planning import plan
 from shardwise.plan.request import PlanRequest
 from shardwise.plan.searching import search

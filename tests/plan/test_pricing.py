@@ -8,15 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decoders import make_model
-from shardwise.errors import ConfigError
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.machine.hardware import make_cluster
-from shardwise.plan.machine.links import Group, collective_seconds, place
-from shardwise.plan.machine.pricing import Prices, efficiencies_of
+from shardwise.plan.machine.pricing import Group, Prices, collective_seconds, efficiencies_of, place
 from shardwise.plan.model.tape import Cost
+from shardwise.plan.sizes import read_table
 from shardwise.plan.step.play import play
 from shardwise.plan.step.program import Collective, Compute, Op, Transfer
-from shardwise.plan.tables import read_table
 
 H100 = make_cluster("H100", 8)
 LAUNCH_S = efficiencies_of("H100")["host_launch_s"].value
@@ -161,11 +159,6 @@ def test_fitted_entries_of_the_table_can_be_left_out():
     prices = [Prices(H100, EIGHT, is_fitted=fits).efficiencies for fits in (True, False)]
     fitted = {name for name in prices[0] if prices[0][name] != prices[1][name]}
     assert fitted == {*read_table("efficiencies")["fitted"]["H100"]}
-
-
-def test_ranks_that_are_not_the_clusters_are_refused():
-    with pytest.raises(ConfigError, match="4 ranks, the cluster 8"):
-        Prices(H100, Candidate(num_shards=4))
 
 
 def test_every_assumption_is_told_with_its_source():

@@ -53,7 +53,8 @@ def test_a_row_is_predicted_by_the_plan_of_its_candidate(published, cells):
     cluster = make_cluster("H100-96GB", 8, gpus_per_node=8)
     made = plan(ShapedModel("llama", preset.shape, 8192), cluster, candidate)
     found = published.evaluate([row])
-    in_device = made.memory.context_bytes + made.memory.communicator_bytes
+    margins = made.memory.margins
+    in_device = margins["context of the device"] + margins["communicators"]
     assert found.memory[0].predicted == made.memory.expected_bytes - in_device
     assert found.time[0].predicted == made.step_s
     assert found.ran == {"R001": made.verdict}

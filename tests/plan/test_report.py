@@ -8,7 +8,7 @@ import pytest
 from decoders import SHAPE, cluster_of_ranks, make_model, make_plan
 from shardwise.homes import Offload
 from shardwise.plan.candidate import Candidate
-from shardwise.plan.report.facts import plan_facts, scaling_facts, search_facts
+from shardwise.plan.facts import plan_facts, scaling_facts, search_facts
 from shardwise.plan.searching import Limits, Space, search
 from shardwise.plan.timing.goodput import expected_goodput
 

@@ -11,8 +11,7 @@ from decoders import SEQ, SHAPE, cluster_of_ranks, make_model
 from shardwise.errors import ConfigError
 from shardwise.homes import Offload
 from shardwise.plan.candidate import Candidate
-from shardwise.plan.model.models import ModelSource
-from shardwise.plan.model.traced import TracedModel
+from shardwise.plan.model.models import ModelSource, TracedModel
 from shardwise.plan.planning import plan
 from shardwise.plan.searching import Limits, Space, search
 from shardwise.quantities import format_bytes

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError
-from shardwise.plan.machine.pricing import Slowed
 from shardwise.plan.step.program import Collective, Compute, Op, Program, Transfer
 from shardwise.plan.timing.simulate import simulate
 
@@ -111,11 +110,8 @@ def test_gathers_run_ahead_of_the_compute_that_needs_them():
     assert made.exposed_offload_s == 0.5
     assert made.busy_s == {"shard": 6, "compute": 4, "to_device": 0.5}
     assert made.phase_s == {"unshard": 6, "forward": 4, "offload": 0.5}
-    assert [(u.name, u.compute_s, u.communication_s, u.waited_s) for u in made.unit_times] == [
-        ("", 0, 0, 0),
-        ("a", 3, 2, 2),
-        ("b", 1, 4, 1),
-    ]
+    # Computing, communicating, and compute's stand before it.
+    assert [(*unit.values(),) for unit in made.unit_seconds] == [(0, 0, 0), (3, 2, 2), (1, 4, 1)]
     assert [*made.critical_path] == [0, 2, 3, 4]
     assert made.critical_s == {"all_gather": 6, "compute": 1, "to_device": 0.5}
 
@@ -169,8 +165,11 @@ def test_one_slow_rank_makes_the_step_as_long_as_if_all_were_slow(made, shape, d
         return times[index] * factor
 
     expected = event_simulation(ops, took, *shape)
-    prices = Slowed(Given(times), device, link)
-    one = simulate(Program(("", "a", "b"), tuple(ops)), prices.seconds)
+    priced, factors = Given(times), {Compute: device, Collective: link}
+    one = simulate(
+        Program(("", "a", "b"), tuple(ops)),
+        lambda op: priced.seconds(op) * factors.get(type(op.work), 1.0),
+    )
     assert one.step_s == max(end for _, end in expected.values())
     assert [(span.start_s, span.end_s) for span in one.spans] == [
         expected[index, *slow] for index in range(len(ops))

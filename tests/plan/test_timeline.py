@@ -24,7 +24,7 @@ PROGRAM = Program(
         Op("compute", MATMUL, 1, "forward", 0, (1,)),
         Op("compute", MATMUL, 1, "backward", 0, (1,)),
         Op("shard", Collective("reduce_scatter", "shard", 800, 700), 1, "reduce", 0, (4,)),
-        Op("shard", Collective("all_reduce", "shard", 4, 4), -1, "clip", 0, (5,)),
+        Op("shard", Collective("all_reduce", "shard", 4, 4), 0, "clip", 0, (5,)),
         Op("compute", MATMUL, 0, "optimizer", 0, (6,)),
         Op("to_host", Transfer("to_host", 64), 1, "offload", 0, (7,)),
     ),

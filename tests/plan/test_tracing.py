@@ -12,10 +12,12 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
+from decoders import flops_of, num_params_of
 from memory_cells import CONFIGS, LLAMA_LIKE
 from shardwise.errors import ConfigError
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.model.models import (
+    TracedModel,
     huggingface_source,
     module_source,
     shape_source,
@@ -23,7 +25,6 @@ from shardwise.plan.model.models import (
 from shardwise.plan.model.presets import find_model, find_preset
 from shardwise.plan.model.shapes import gpt_shape, llama_shape
 from shardwise.plan.model.tape import Visit, Work
-from shardwise.plan.model.traced import TracedModel
 from shardwise.plan.model.tracing import trace
 from shardwise.train.config import TrainConfig
 from shardwise.train.decoder import Decoder
@@ -171,7 +172,7 @@ def test_gradients_that_join_a_sum_are_alive_one_by_one(checkpointed):
 def test_a_tape_ends_with_the_gradients_and_nothing_else(checkpointed):
     tape = tape_of(decoder_source(tied_head=True), checkpointed, compute_dtype="bfloat16")
     works = [e for e in tape.events if isinstance(e, Work)]
-    assert sum(w.net.grads for w in works) == 2 * tape.num_params
+    assert sum(w.net.grads for w in works) == 2 * num_params_of(tape)
     assert sum(w.net.activations for w in works) == sum(w.net.logits for w in works) == 0
     assert all(w.net.temporary == 0 for w in works)
     assert all(w.peak.total >= max(0, w.net.total) for w in works)
@@ -190,7 +191,7 @@ def test_what_a_checkpoint_inside_a_unit_recomputes_is_told_apart(tmp_path):
     plain, checkpointed = tape_of(source, False, 2, 32), tape_of(source, True, 2, 32)
     works = [e for e in checkpointed.events if isinstance(e, Work)]
     recomputed = sum(c.flops for w in works if w.phase == "recompute" for c in w.costs)
-    assert recomputed == checkpointed.flops - plain.flops > 0
+    assert recomputed == flops_of(checkpointed) - flops_of(plain) > 0
     assert not any(e.recomputes for e in checkpointed.events if isinstance(e, Visit))
 
 
@@ -216,7 +217,7 @@ def test_the_flops_are_those_that_torch_counts(checkpointed):
     products = sum(
         c.flops for e in tape.events if isinstance(e, Work) for c in e.costs if c.kind == "matmul"
     )
-    attention = tape.flops - products
+    attention = flops_of(tape) - products
     counted = counter.get_total_flops()
     forward = 4 * 4 * 4 * 256 * 256 * 32 * 3 / 2  # two causal products per head, B, H and layer
     assert attention == pytest.approx(forward * (4 if checkpointed else 3))  # backward twice
@@ -342,7 +343,7 @@ def test_a_model_is_traced_once_for_all_that_does_not_change_its_tape():
     first = model.tape(Candidate(micro_batch=2))
     assert model.tape(Candidate(micro_batch=2, stage=1, num_shards=8)) is first
     assert model.tape(Candidate(micro_batch=2, precision="fp32")) is not first
-    assert model.num_params == llama.num_params == first.num_params
+    assert model.num_params == llama.num_params == num_params_of(first)
     assert model.notes == ()
     with pytest.raises(ConfigError, match="tp=2: a traced module"):
         model.tape(Candidate(tp=2))

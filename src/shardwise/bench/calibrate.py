@@ -16,7 +16,7 @@ from shardwise.bench.stopwatch import FULL, QUICK, Stopwatch
 from shardwise.device import memory_in_use_bytes, name_of
 from shardwise.host import total_host_bytes
 from shardwise.plan.machine.calibration import Calibration, MeasuredHost
-from shardwise.plan.machine.links import Curve
+from shardwise.plan.machine.pricing import Curve
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _CPU_FACTS = Path("/proc/cpuinfo")

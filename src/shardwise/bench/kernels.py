@@ -32,7 +32,7 @@ from shardwise.bench.stopwatch import Stopwatch
 from shardwise.comm.shares import BLOCK_NUMEL
 from shardwise.config import Schedule
 from shardwise.engine.api import shard
-from shardwise.plan.machine.links import Curve
+from shardwise.plan.machine.pricing import Curve
 from shardwise.plan.model.tape import Cost
 from shardwise.plan.model.tracking import Tracker
 

@@ -15,7 +15,7 @@ from shardwise.comm.pending import GatherItem, Pending, ReduceItem
 from shardwise.device import host_buffer
 from shardwise.layout.segments import Segment
 from shardwise.mesh import DataAxes, resolve_axes
-from shardwise.plan.machine.links import Curve
+from shardwise.plan.machine.pricing import Curve
 
 _PAYLOADS = [1 << i for i in range(12, 28, 2)]  # 4 KiB to 64 MiB
 _OVERLAP_PAYLOAD = 16 << 20

@@ -113,8 +113,8 @@ def _plan_model(name: str | None, request: PlanRequest) -> int:
     from shardwise.cli.plan_setup import assumed_notes, limits_of, padding_notes, set_up, space_of
     from shardwise.cli.plan_tables import plan_view, search_view
     from shardwise.cli.run_settings import check_writable, planned_yaml
+    from shardwise.plan.facts import plan_facts, search_facts
     from shardwise.plan.planning import plan as make_plan
-    from shardwise.plan.report.facts import plan_facts, search_facts
     from shardwise.plan.searching import search
     from shardwise.progress import step_bar
 

@@ -25,8 +25,7 @@ from shardwise.plan.machine.hardware import Cluster, make_cluster
 from shardwise.plan.machine.pricing import Pricer, Prices
 from shardwise.plan.model.presets import Preset, find_model, find_preset
 from shardwise.plan.model.shaped import ShapedModel
-from shardwise.plan.planned import Plan
-from shardwise.plan.planning import Model
+from shardwise.plan.planning import Plan
 from shardwise.plan.request import ModelRequest, PlanRequest
 from shardwise.plan.searching import Limits, Space
 from shardwise.plan.step.play import resting_state
@@ -37,6 +36,7 @@ from shardwise.train.text import load_tokenizer
 
 if TYPE_CHECKING:
     from shardwise.plan.model.models import ModelSource
+    from shardwise.plan.planning import Model
     from shardwise.train.decoder import Decoder
 
 
@@ -232,7 +232,7 @@ def _model(
             f"leave {flags} out, or give a preset or a config.json of nearly its shape"
         )
     assert not isinstance(source, Preset)
-    from shardwise.plan.model.traced import TracedModel
+    from shardwise.plan.model.models import TracedModel
 
     return TracedModel(source, seq)
 

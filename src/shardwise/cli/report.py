@@ -23,7 +23,7 @@ from shardwise.monitor.timeline import recorded_trace
 from shardwise.quantities import format_bytes
 
 if TYPE_CHECKING:
-    from shardwise.plan.planned import Plan
+    from shardwise.plan.planning import Plan
 
 _KEYS_OF_AXES = {"replicate": "dp_replicate"} | {name: name for name in ("tp", "pp", "cp", "ep")}
 

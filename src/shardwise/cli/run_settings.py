@@ -10,7 +10,7 @@ from shardwise.keys import check_keys
 from shardwise.optim.kinds import BLOCK
 from shardwise.plan.candidate import Candidate, planned_offload
 from shardwise.plan.model.shapes import DecoderShape, llama_shape
-from shardwise.plan.planned import Plan
+from shardwise.plan.planning import Plan
 from shardwise.plan.request import ModelRequest
 from shardwise.plan.sizes import OPTIMIZERS
 from shardwise.train.checks import check_micro_batches

@@ -14,10 +14,8 @@ from shardwise.cli.plan import MODEL, list_names
 from shardwise.cli.plan_setup import Setup, at_ranks, set_up
 from shardwise.cli.plan_tables import goodput_view, scaling_view, simulation_view
 from shardwise.keys import check_keys
-from shardwise.plan.machine.pricing import Slowed
-from shardwise.plan.planned import Plan
-from shardwise.plan.planning import plan
-from shardwise.plan.report.facts import plan_facts, scaling_facts
+from shardwise.plan.facts import plan_facts, scaling_facts
+from shardwise.plan.planning import Plan, plan
 from shardwise.plan.request import SimulateRequest
 from shardwise.plan.timing.goodput import Goodput, expected_goodput
 from shardwise.plan.timing.timeline import simulated_trace
@@ -59,8 +57,14 @@ def _simulate_model(name: str | None, request: SimulateRequest) -> int:
 
 
 def _simulated(setup: Setup, request: SimulateRequest) -> Plan:
-    prices = Slowed(setup.prices_of(setup.candidate), request.straggler, request.slow_link)
-    return plan(setup.model, setup.cluster, setup.candidate, prices=prices)
+    return plan(
+        setup.model,
+        setup.cluster,
+        setup.candidate,
+        prices=setup.prices_of(setup.candidate),
+        straggler=request.straggler,
+        slow_link=request.slow_link,
+    )
 
 
 def _goodput(made: Plan, request: SimulateRequest) -> Goodput | None:

@@ -24,7 +24,7 @@ from shardwise.monitor.summary import (
     write_figure,
 )
 from shardwise.names import name_of_unit
-from shardwise.plan.planned import Plan
+from shardwise.plan.planning import Plan
 from shardwise.quantities import ByteUnit, format_bytes, format_count, format_duration
 
 MOST_RUNS, LIMIT_BYTES = 8, 300_000

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from shardwise.plan.accounting import account as account
     from shardwise.plan.candidate import Candidate as Candidate
     from shardwise.plan.machine.hardware import make_cluster as make_cluster
+    from shardwise.plan.model.models import TracedModel as TracedModel
     from shardwise.plan.model.presets import find_model as find_model
-    from shardwise.plan.model.traced import TracedModel as TracedModel
     from shardwise.plan.planning import plan as plan
     from shardwise.plan.searching import Limits as Limits
     from shardwise.plan.searching import Space as Space
@@ -26,7 +26,7 @@ _HOMES = {
     "Limits": "shardwise.plan.searching",
     "Offload": "shardwise.homes",
     "Space": "shardwise.plan.searching",
-    "TracedModel": "shardwise.plan.model.traced",
+    "TracedModel": "shardwise.plan.model.models",
     "account": "shardwise.plan.accounting",
     "find_model": "shardwise.plan.model.presets",
     "make_cluster": "shardwise.plan.machine.hardware",

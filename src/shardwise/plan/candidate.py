@@ -8,6 +8,7 @@ from typing import Literal
 
 from shardwise.errors import ConfigError
 from shardwise.homes import Offload, OffloadLike, check_coded, resolve_offload
+from shardwise.plan.sizes import OPTIMIZERS, PRECISIONS, Dtypes, row_of
 from shardwise.precisions import REDUCE_FORMATS, Coding, GatherName, ReduceName, plain_precision
 from shardwise.quantities import format_bytes
 from shardwise.stages import STAGES, LayoutName, ReduceEvery
@@ -47,6 +48,9 @@ class Candidate:
     ``prefetch_bytes`` None: the largest unit, as the engine does. ``offload`` is what `shard()`
     takes, and "nvme" without a folder too; it is completed.
     ``reduce_every`` None: as the stage says. ``optimizer`` names a row of ``sizes.OPTIMIZERS``.
+
+    **Raises** ConfigError for a precision or an optimizer that is in no table, and for settings
+    that contradict each other.
     """
 
     stage: int = 3
@@ -82,11 +86,18 @@ class Candidate:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "precision", plain_precision(self.precision))
+        row_of(PRECISIONS, self.precision, "precision")
+        row_of(OPTIMIZERS, self.optimizer, "optimizer")
         object.__setattr__(self, "offload", planned_offload(self.offload))
         if self.gather is not None:
             check_coded(self.gather, STAGES[self.stage], self.offload, self.layout)
         if self.step_in_backward and self.accumulation > 1:
             raise ConfigError(f"step_in_backward: {no_window(self.accumulation)}")
+
+    @property
+    def dtypes(self) -> Dtypes:
+        """The dtypes of each kind of tensor."""
+        return PRECISIONS[self.precision]
 
     @property
     def coding(self) -> Coding | None:
@@ -129,19 +140,6 @@ class Candidate:
     def expert_shards(self) -> int:
         """Ranks over which the experts that a rank has are sharded (efsdp)."""
         return self.num_shards * self.cp * self.tp // self.ep
-
-    @property
-    def has_shards(self) -> bool:
-        """Tell whether anything is sharded over several ranks: parameters, or experts."""
-        return self.num_shards * self.cp > 1 or (self.ep > 1 and self.expert_shards > 1)
-
-    @property
-    def with_inputs_away(self) -> "tuple[Candidate, ...]":
-        """The same with inputs of its blocks on the host; none where no block is checkpointed."""
-        moves = self.offload.activations != "device"
-        if self.activation_checkpointing != "full" or moves:
-            return ()
-        return (replace(self, offload=replace(self.offload, activations="cpu")),)
 
     @cached_property
     def label(self) -> str:

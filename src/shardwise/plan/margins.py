@@ -24,10 +24,9 @@ is no bound.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shardwise.errors import ConfigError
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.machine.hardware import Cluster
-from shardwise.plan.step.ledger import Ledger
+from shardwise.plan.step.program import Ledger
 from shardwise.quantities import format_bytes
 
 _MIB = 1 << 20
@@ -55,26 +54,15 @@ UNSEEN_TIME = Range(0.68, 1.12, 1.65)
 
 @dataclass(frozen=True)
 class MemoryInterval:
-    """Bytes of one rank's device, from below and above; the parts are those of the expectation."""
+    """Bytes of one rank's device, from below and above.
+
+    ``margins`` are the parts of the expectation beside the ledger, by name, if they are not 0.
+    """
 
     low_bytes: int
     expected_bytes: int
     high_bytes: int
-    context_bytes: int
-    communicator_bytes: int
-    fragmentation_bytes: int
-    cached_bytes: int = 0
-
-    @property
-    def margins(self) -> dict[str, int]:
-        """Return the parts beside the ledger that are not nothing, by name."""
-        parts = {
-            "context of the device": self.context_bytes,
-            "communicators": self.communicator_bytes,
-            "fragmentation": self.fragmentation_bytes,
-            "gradients' blocks, cached": self.cached_bytes,
-        }
-        return {name: num_bytes for name, num_bytes in parts.items() if num_bytes}
+    margins: dict[str, int]
 
 
 def memory_interval(
@@ -86,30 +74,28 @@ def memory_interval(
     ``cached_bytes``: gradients that are gone at the peak, whose blocks the allocator still holds.
     On the CPU there is no context, and malloc keeps neither communicator buffers nor blocks.
 
-    **Raises** ConfigError for a negative number of groups.
-
     **Source** See Note [Sources of the ranges].
     """
-    if num_groups < 0:
-        raise ConfigError(f"num_groups must not be negative, got {num_groups}")
     if not on_accelerator:
-        return MemoryInterval(ledger.total, ledger.total, ledger.total, 0, 0, 0)
+        return MemoryInterval(ledger.total, ledger.total, ledger.total, {})
 
     def total(context: float, communicator: float, kept: float, cached: int) -> int:
         tensors = (ledger.total + cached) * (1 + kept)
         return round(tensors + context + num_groups * communicator)
 
     context, communicator, fraction = CONTEXT_BYTES, COMMUNICATOR_BYTES, FRAGMENTATION
+    margins = {
+        "context of the device": round(context.expected),
+        "communicators": round(num_groups * communicator.expected),
+        "fragmentation": round((ledger.total + cached_bytes) * fraction.expected),
+        "gradients' blocks, cached": cached_bytes,
+    }
+    expected = total(context.expected, communicator.expected, fraction.expected, cached_bytes)
     return MemoryInterval(
-        low_bytes=total(context.low, communicator.low, fraction.low, 0),
-        expected_bytes=total(
-            context.expected, communicator.expected, fraction.expected, cached_bytes
-        ),
-        high_bytes=total(context.high, communicator.high, fraction.high, cached_bytes),
-        context_bytes=round(context.expected),
-        communicator_bytes=round(num_groups * communicator.expected),
-        fragmentation_bytes=round((ledger.total + cached_bytes) * fraction.expected),
-        cached_bytes=cached_bytes,
+        total(context.low, communicator.low, fraction.low, 0),
+        expected,
+        total(context.high, communicator.high, fraction.high, cached_bytes),
+        {name: num_bytes for name, num_bytes in margins.items() if num_bytes},
     )
 
 

@@ -28,15 +28,17 @@ is read from disks from the step's begin on hides behind the whole window, not b
 micro-batches: there the window is played up to 32 of them.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from shardwise.errors import ConfigError
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.machine.hardware import Cluster
-from shardwise.plan.machine.links import place, send_seconds
-from shardwise.plan.machine.pricing import Pricer, Prices
+from shardwise.plan.machine.pricing import Pricer, Prices, place, send_seconds
 from shardwise.plan.margins import (
     UNSEEN_MEMORY,
     UNSEEN_TIME,
@@ -47,41 +49,18 @@ from shardwise.plan.margins import (
 )
 from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.model.tape import DEGREE_KINDS, CostKind, Tape, Work
-from shardwise.plan.planned import Plan
-from shardwise.plan.step.ledger import Played
+from shardwise.plan.sizes import DtypeName
 from shardwise.plan.step.play import play
-from shardwise.plan.step.program import Compute
-from shardwise.plan.timing.breakdown import Simulated
-from shardwise.plan.timing.simulate import simulate
+from shardwise.plan.step.program import Collective, Compute, Op, Played, Stream
+from shardwise.plan.timing.simulate import COMMUNICATING, OFFLOADING, Simulated, simulate
+
+if TYPE_CHECKING:
+    from shardwise.plan.model.models import TracedModel
+
+    Model = ShapedModel | TracedModel  # where tapes come from: formulas of a decoder, or a trace
 
 _LONGEST_PLAYED = 3
 _LONGEST_WITH_DISKS = 32
-
-
-class Model(Protocol):
-    """Where tapes come from: a module that was traced, or the formulas of a decoder."""
-
-    @property
-    def name(self) -> str:
-        """The user's name for the model."""
-
-    @property
-    def num_params(self) -> int:
-        """Number of parameters, tied ones counted once."""
-
-    @property
-    def seq(self) -> int:
-        """Tokens in a window."""
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Remarks for the user on how the tapes are made."""
-
-    def check_degrees(self, candidate: Candidate) -> None:
-        """Refuse degrees that the model cannot have. **Raises** ConfigError, naming one."""
-
-    def tape(self, candidate: Candidate) -> Tape:
-        """Return one rank's micro-batch under the candidate's batch, precision and degrees."""
 
 
 class Memory(NamedTuple):
@@ -141,10 +120,14 @@ def plan(
     *,
     prices: Pricer | None = None,
     memory: Memory | None = None,
+    straggler: float = 1.0,
+    slow_link: float = 1.0,
 ) -> Plan:
     """Plan one candidate; ``prices`` are the cluster's own unless a calibration gave others.
 
-    ``memory`` is what `plan_memory` returned for it, if it was asked before.
+    ``memory`` is what `plan_memory` returned for it, if it was asked before. The slowest device
+    takes ``straggler`` times as long, and the slowest link ``slow_link`` times; all ranks wait for
+    them, see Note [One rank stands for all].
 
     **Cost** about 20 ms for 32 layers, beside the tape.
 
@@ -152,8 +135,13 @@ def plan(
     """
     memory = memory or plan_memory(model, cluster, candidate)
     prices = prices or Prices(cluster, candidate)
+    slow = {Compute: straggler, Collective: slow_link}  # copies and disks are as fast as usual
+
+    def seconds(op: Op) -> float:
+        return prices.seconds(op) * slow.get(type(op.work), 1.0)
+
     windows = {
-        number: time_window(tape, candidate.with_context_shards, played, prices)
+        number: time_window(tape, candidate.with_context_shards, played, seconds, prices.overlap)
         for (number, tape), played in zip(memory.tapes.items(), memory.played.values(), strict=True)
     }
     others = candidate.pp - 1
@@ -183,7 +171,7 @@ def plan(
         ),
         fill_s=fill_s,
         sends_s=sends_s,
-        model_parallel_s=_model_parallel(slowest.simulated, prices),
+        model_parallel_s=_model_parallel(slowest.simulated, seconds),
     )
 
 
@@ -228,7 +216,7 @@ def _with_traffic(played: Played, more: Mapping[str, tuple[int, int]]) -> Played
     return replace(played, program=replace(program, sent_bytes=sent, num_collectives=num))
 
 
-def _model_parallel(simulated: Simulated, prices: Pricer) -> dict[str, float]:
+def _model_parallel(simulated: Simulated, seconds: Callable[[Op], float]) -> dict[str, float]:
     """Return the seconds of the degrees' collectives in what a rank computed."""
     ops = [op for op in simulated.program.ops if op.stream == "compute"]
     alone: dict[CostKind, float] = dict.fromkeys(DEGREE_KINDS, 0.0)
@@ -236,13 +224,13 @@ def _model_parallel(simulated: Simulated, prices: Pricer) -> dict[str, float]:
         costs = op.work.costs if isinstance(op.work, Compute) else ()
         for kind in dict.fromkeys(c.kind for c in costs if c.kind in DEGREE_KINDS):
             work = Compute(tuple(c for c in costs if c.kind == kind))
-            alone[kind] += prices.seconds(replace(op, work=work))
+            alone[kind] += seconds(replace(op, work=work))
     by_axis: dict[str, float] = {}
     for kind, (axis, _) in DEGREE_KINDS.items():
         by_axis[axis] = by_axis.get(axis, 0.0) + alone[kind]
     if not any(by_axis.values()):
         return {}
-    computing = sum(prices.seconds(op) for op in ops)
+    computing = sum(map(seconds, ops))
     return {axis: simulated.compute_s * s / computing for axis, s in by_axis.items() if s}
 
 
@@ -307,7 +295,13 @@ def _num_shown(candidate: Candidate) -> int:
     return min(candidate.accumulation, _LONGEST_WITH_DISKS if disks else _LONGEST_PLAYED)
 
 
-def time_window(tape: Tape, candidate: Candidate, played: Played, prices: Pricer) -> Window:
+def time_window(
+    tape: Tape,
+    candidate: Candidate,
+    played: Played,
+    seconds: Callable[[Op], float],
+    overlap: float,
+) -> Window:
     """Simulate a step of one stage, of which ``play_shown`` gave ``played``.
 
     **Cost** one more play.
@@ -316,7 +310,7 @@ def time_window(tape: Tape, candidate: Candidate, played: Played, prices: Pricer
     """
 
     def time(played: Played) -> Simulated:
-        return simulate(played.program, prices.seconds, overlap=prices.overlap)
+        return simulate(played.program, seconds, overlap=overlap)
 
     shown, simulated = _num_shown(candidate), time(played)
     more = candidate.accumulation - shown
@@ -341,3 +335,129 @@ def time_window(tape: Tape, candidate: Candidate, played: Played, prices: Pricer
 def _extend(longer: Mapping[str, int], shorter: Mapping[str, int], more: int) -> dict[str, int]:
     """Add ``more`` times what one more micro-batch added."""
     return {key: value + more * (value - shorter.get(key, 0)) for key, value in longer.items()}
+
+
+# -- a plan as values
+Verdict = Literal["fits", "tight", "will not fit"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The cost of a candidate on a cluster; ``memory`` is an interval of one rank's device bytes.
+
+    ``flops_per_step`` are those of the model on all ranks, recomputation left out, as for the MFU.
+    ``step_s`` holds ``fill_s``, in which the pipeline is filled and emptied, and ``sends_s``, in
+    which its stages send. ``model_parallel_s`` is the part of a rank's computing, by axis,
+    that is collectives of tensor, context and expert parallelism; ``simulated`` counts it as
+    computing.
+    """
+
+    model: str
+    cluster: Cluster
+    candidate: Candidate
+    num_params: int
+    seq: int
+    played: Played
+    memory: MemoryInterval
+    simulated: Simulated
+    step_s: float
+    flops_per_step: int
+    matmul_dtype: DtypeName
+    room: NodeRoom
+    assumptions: tuple[str, ...]
+    notes: tuple[str, ...]
+    fill_s: float = 0.0
+    sends_s: float = 0.0
+    model_parallel_s: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes of a rank's device."""
+        return self.cluster.node.accelerator.memory_bytes
+
+    @property
+    def verdict(self) -> Verdict:
+        """Compare the interval with the device: all of it below, all above, or in between.
+
+        Offloaded state has to have room on a node.
+        """
+        if self.room.missing is not None:
+            return "will not fit"
+        if self.memory.high_bytes <= self.capacity_bytes:
+            return "fits"
+        return "will not fit" if self.memory.low_bytes > self.capacity_bytes else "tight"
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of all ranks in one optimizer step."""
+        candidate = self.candidate
+        windows = candidate.micro_batch * candidate.accumulation * candidate.data_parallel
+        return windows * self.seq
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds of the whole step in which a rank does nothing but communicate."""
+        run = self.simulated
+        exposed = run.exposed_s + sum(self.model_parallel_s.values())
+        rest = self.step_s - self.fill_s - self.sends_s
+        return self.sends_s + (rest * exposed / run.step_s if run.step_s > 0 else 0.0)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of all ranks per second."""
+        return self.tokens_per_step / self.step_s
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs utilisation against the device's peak in the products' dtype, if known."""
+        peak = self.cluster.node.accelerator.peak_flops(self.matmul_dtype)
+        ranks = self.candidate.world_size
+        return self.flops_per_step / (self.step_s * ranks * peak) if peak else None
+
+    def unit_name(self, unit: int) -> str:
+        """Return the name of a unit; the root's is ``(root)``."""
+        return self.played.program.unit_names[unit] or "(root)"
+
+
+class TimeRow(NamedTuple):
+    """A line of the table; ``is_part``: it is a part of the line above, or beside it."""
+
+    name: str
+    seconds: float
+    is_part: bool = False
+
+
+def time_rows(plan: Plan) -> list[TimeRow]:
+    """Return the lines: computing, waiting and idle add up to the simulated time.
+
+    A stream's phases follow its line; they are busy time, hidden or not.
+    """
+    run = plan.simulated
+    rows = [TimeRow("computing", run.compute_s), *_phases(plan, ("compute",))]
+    rows += [
+        TimeRow(f"of it, {axis} parallel collectives", seconds, True)
+        for axis, seconds in plan.model_parallel_s.items()
+    ]
+    rows.append(TimeRow("waiting for communication", run.exposed_s))
+    offloading = _phases(plan, OFFLOADING)
+    if offloading:
+        rows.append(TimeRow("waiting for offload", run.exposed_offload_s))
+    rows += [TimeRow("idle", run.idle_s), TimeRow("all of it", run.step_s)]
+    rows.append(TimeRow("communicating, hidden or not", run.communication_s))
+    rows += _phases(plan, COMMUNICATING)
+    if offloading:
+        seconds = sum(row.seconds for row in offloading)
+        rows += [TimeRow("offloading, hidden or not, summed", seconds), *offloading]
+    if plan.candidate.pp > 1:
+        rows.append(TimeRow("filling and emptying the pipeline, a step", plan.fill_s))
+        rows.append(TimeRow("sends between its stages, a step", plan.sends_s))
+    return rows
+
+
+def _phases(plan: Plan, streams: Iterable[Stream]) -> list[TimeRow]:
+    found: Counter[str] = Counter()
+    busy = plan.simulated.stream_phase_s
+    for stream in streams:
+        for phase, seconds in busy.get(stream, {}).items():
+            found[phase] += seconds  # type: ignore[assignment]
+    return [TimeRow(phase, seconds, True) for phase, seconds in found.items()]

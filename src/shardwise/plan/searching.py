@@ -22,16 +22,17 @@ device is not tried away from it. And the front has no plans that can at best be
 fastest, nor those that save less than a tenth of the memory of a plan as fast.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from math import prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardwise.errors import ConfigError
 from shardwise.homes import Offload
 from shardwise.plan.candidate import (
-    ALL_DEGREES,
     Candidate,
     Kernels,
     LossKind,
@@ -42,14 +43,15 @@ from shardwise.plan.machine.hardware import Cluster
 from shardwise.plan.machine.pricing import Pricer, Prices
 from shardwise.plan.margins import memory_interval, node_room
 from shardwise.plan.model.shaped import ShapedModel
-from shardwise.plan.planned import Plan
-from shardwise.plan.planning import Memory, Model, num_groups, plan, plan_memory
+from shardwise.plan.planning import Memory, Plan, num_groups, plan, plan_memory
 from shardwise.plan.sizes import DTYPE_BYTES
-from shardwise.plan.step.ledger import Ledger, Rest
 from shardwise.plan.step.play import resting_state
-from shardwise.plan.step.program import Compute
+from shardwise.plan.step.program import Compute, Ledger, Rest
 from shardwise.quantities import format_bytes
 from shardwise.stages import STAGES, LayoutName, ReduceEvery
+
+if TYPE_CHECKING:
+    from shardwise.plan.planning import Model
 
 _TRIED = {  # settings of a candidate, and the field of the space that has their values
     "stage": "stages",
@@ -137,14 +139,6 @@ class SearchResult:
     num_candidates: int
     notes: tuple[str, ...] = ()
 
-    @property
-    def reasons(self) -> Mapping[str, Sequence[Candidate]]:
-        """Every reason for which candidates lost, with those that it was given for."""
-        found: dict[str, list[Candidate]] = {}
-        for rejected in self.rejected:
-            found.setdefault(rejected.reason, []).append(rejected.candidate)
-        return found
-
 
 def search(
     model: Model,
@@ -178,7 +172,6 @@ def search(
             f"{list(space.num_shards)} and degrees={list(space.degrees)} leave none (their "
             "products must divide the ranks)"
         )
-    _check_some_fit(model, ways)
     run = _Search(model, cluster, space, limits, prices_of)
     run.play(ways, progress)
     if space.narrows:
@@ -194,23 +187,6 @@ def search(
 
 
 # -- the ways of a space
-def _check_some_fit(model: Model, ways: Sequence[Way]) -> None:
-    """Refuse degrees that the model cannot have, where no placement has others."""
-    sizes = ("num_shards", "num_replicas", *ALL_DEGREES)
-    first: ConfigError | None = None
-    placed = dict.fromkeys(
-        Candidate(**{name: getattr(way[0][0], name) for name in sizes}) for way in ways
-    )
-    for candidate in placed:
-        try:
-            model.check_degrees(candidate)
-            return
-        except ConfigError as error:
-            first = first or error
-    assert first is not None  # there is at least one way
-    raise first
-
-
 def _ways_of(space: Space, cluster: Cluster) -> Iterator[Way]:
     """Yield the ways of a space, each with its families, those first that are on the device.
 
@@ -262,7 +238,9 @@ def _families(space: Space, base: Candidate, offloads: Sequence[Offload]) -> Ite
         is_same = not stage.frees_after_backward and offload.params == "cpu"
         if is_same and replace(offload, params="device") in offloads:
             continue  # full parameters stay on the device
-        gathers = candidate.has_shards and stage.shards_state
+        is_cut = candidate.num_shards * candidate.cp > 1
+        is_cut |= candidate.ep > 1 and candidate.expert_shards > 1
+        gathers = is_cut and stage.shards_state
         if gathers or ahead == space.prefetch_units[0]:
             yield candidate, ahead
 
@@ -416,15 +394,21 @@ class _Search:
 
     def play(self, ways: Sequence[Way], progress: Callable[[int, int], None] | None) -> None:
         """Play what may be worth it; ``progress`` is called with (done, all)."""
-        entries = [entry for way in ways for entry in self._entries(way)]
+        refused: list[ConfigError] = []
+        entries = [entry for way in ways for entry in self._entries(way, refused)]
+        if len(refused) == len(ways):
+            raise refused[0]
         entries.sort(key=lambda entry: -entry.tokens_per_s)
         for number, entry in enumerate(entries, 1):
             self._try(entry)
             if progress is not None:
                 progress(number, len(entries))
 
-    def _entries(self, way: Way) -> Iterator[_Entry]:
-        """Yield a way's micro-batches that may fit, smallest first."""
+    def _entries(self, way: Way, refused: list[ConfigError]) -> Iterator[_Entry]:
+        """Yield a way's micro-batches that may fit, smallest first.
+
+        Degrees that the model cannot have are added to ``refused``, and there is no entry.
+        """
         base, tokens = way[0][0], self._limits.tokens_per_step
         asked = sorted(self._space.micro_batches)
         for micro_batch in asked or (_DIVISORS if tokens else _POWERS_OF_TWO):
@@ -432,8 +416,7 @@ class _Search:
             try:
                 self._model.check_degrees(candidate)
             except ConfigError as error:
-                if base.world_size == base.data_parallel and base.ep == 1:
-                    raise  # it is not the degrees that the model cannot have
+                refused.append(error)
                 self._reject(replace(candidate, accumulation=1), str(error))
                 return
             count = _accumulation_of(candidate, self._model.seq, self._space, tokens)
@@ -456,14 +439,13 @@ class _Search:
         model, prices = self._model, self._prices_of(candidate)
         if not isinstance(model, ShapedModel) or not isinstance(prices, Prices):
             return float("inf"), 0
-        least = model.least(candidate)
-        seconds = prices.device_seconds(Compute(least.costs))
+        costs, alive, inputs = model.least(candidate)
+        seconds = prices.device_seconds(Compute(costs))
         passes = candidate.accumulation + candidate.pp - 1
         windows = candidate.micro_batch * candidate.accumulation * candidate.data_parallel
         moves_inputs = self._space.may_move_inputs or candidate.offload.activations != "device"
         whole = moves_inputs and candidate.activation_checkpointing == "full"
-        alive = least.alive_bytes - (least.input_bytes if whole else 0)
-        return windows * model.seq / (passes * seconds), alive
+        return windows * model.seq / (passes * seconds), alive - (inputs if whole else 0)
 
     def _try(self, entry: _Entry) -> None:
         """Reject a way, or go through its families."""
@@ -547,8 +529,10 @@ class _Search:
 
     def _play(self, candidate: Candidate, family: Family) -> None:
         tape = self._model.tape(candidate)
-        moved = candidate.with_inputs_away if self._space.may_move_inputs else ()
-        for each in (candidate, *moved):
+        ways, is_whole = [candidate], candidate.activation_checkpointing == "full"
+        if self._space.may_move_inputs and is_whole and candidate.offload.activations == "device":
+            ways.append(replace(candidate, offload=replace(candidate.offload, activations="cpu")))
+        for each in ways:
             memory = plan_memory(self._model, self._cluster, each, tape)
             self.num_played += 1
             self.num_met += 1

@@ -8,10 +8,13 @@ that the engine does not do: a shard of the parameters in the computing dtype be
 weights, and a second copy of the gradients in the optimizer's dtype.
 """
 
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
 from math import prod
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from shardwise.errors import ConfigError
 from shardwise.optim.kinds import BLOCK
@@ -162,3 +165,11 @@ def row_of(table: Mapping[str, _Row], name: str, field: str) -> _Row:
         return table[name]
     meant = did_you_mean(str(name).lower(), table, cutoff=0.5)
     raise ConfigError(f"{field}={name!r}: expected one of {', '.join(table)}{meant}")
+
+
+@cache
+def read_table(name: str) -> Mapping[str, Any]:
+    """Return the tables of ``data/<name>.toml``, in the file's order."""
+    return tomllib.loads(
+        files("shardwise.plan").joinpath("data", f"{name}.toml").read_text("utf-8")
+    )

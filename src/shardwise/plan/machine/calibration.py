@@ -23,8 +23,7 @@ from shardwise.errors import ConfigError
 from shardwise.keys import checked_value, read_json
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.machine.hardware import Accelerator, Cluster, Host, Link, Node
-from shardwise.plan.machine.links import Curve, Unit
-from shardwise.plan.machine.pricing import describe_figure
+from shardwise.plan.machine.pricing import Curve, Unit, describe_figure
 from shardwise.plan.model.tape import DEGREE_KINDS, Cost
 from shardwise.plan.step.program import Collective, Op, OpPhase, Transfer
 from shardwise.spelling import did_you_mean
@@ -118,15 +117,10 @@ def read_calibration(path: Path) -> Calibration:
             f"{path}: expected a calibration, as `shardwise bench --calibrate` writes it"
         )
     version = checked_value(_Count, values.get("version"), f"{path}: version")
-    if version > VERSION:
+    if version != VERSION:
         raise ConfigError(
-            f"{path}: version: expected at most {VERSION}, got {version}; it was written by a "
-            "later shardwise, so update this one or measure again"
-        )
-    if version < VERSION:
-        raise ConfigError(
-            f"{path}: version: expected {VERSION}, got {version}, whose sizes of attention's "
-            "backward pass are counted in another way; measure again"
+            f"{path}: version: expected {VERSION}, got {version}, of another shardwise; measure "
+            "again with this one"
         )
     curves = values.get("curves")
     if isinstance(curves, dict):

@@ -10,14 +10,14 @@ fills in what such machines are usually built with.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cache, cached_property
 from typing import TypeVar
 
 from shardwise.errors import ConfigError
-from shardwise.plan.tables import read_table
+from shardwise.plan.sizes import read_table
 from shardwise.quantities import check_whole
 
 MAX_RANKS = 1 << 20
@@ -68,7 +68,7 @@ class Accelerator:
 
 @dataclass(frozen=True)
 class Link:
-    """A link between ranks, one way. See Note [Ring and tree] in ``links`` for its use.
+    """A link between ranks, one way. See Note [Ring and tree] in ``pricing`` for its use.
 
     ``latency_s`` is a step of a small message, ``bulk_latency_s`` one of the protocol that reaches
     full bandwidth; ``efficiency`` the share of ``bandwidth_bytes_per_s`` that large collectives
@@ -139,11 +139,6 @@ class Node:
     host: Host
     source: str
 
-    def __post_init__(self) -> None:
-        where = f"node {self.name!r}"
-        check_whole(self.num_accelerators, f"{where}: num_accelerators", 1024)
-        check_whole(self.num_nics, f"{where}: num_nics", 1024)
-
     @property
     def nics_per_rank(self) -> float:
         """NICs that one rank has for itself when all ranks of the node send."""
@@ -156,10 +151,6 @@ class Cluster:
 
     node: Node
     num_nodes: int = 1
-
-    def __post_init__(self) -> None:
-        check_whole(self.num_nodes, "cluster: num_nodes", MAX_RANKS)
-        check_whole(self.num_ranks, "cluster: number of ranks", MAX_RANKS)
 
     @property
     def num_ranks(self) -> int:
@@ -184,27 +175,18 @@ _MIB, _GIB = 1 << 20, 1 << 30
 _HBM_SHARE = 0.9894  # of the memory, left by the driver: data/accelerators.toml has the reports
 
 
-def _made(kind: Callable[..., _Row], name: str, row: Mapping[str, object], *without: str) -> _Row:
-    return kind(name=name, **{key: value for key, value in row.items() if key not in without})
-
-
 @cache
 def accelerators() -> Mapping[str, Accelerator]:
     """Return the catalogue's accelerators by name."""
     found = {}
     for name, row in read_table("accelerators").items():
-        nominal = row["memory_gib"]
-        reported = row.get("reported_gib", nominal * row.get("driver_share", _HBM_SHARE))
-        sizes = {
-            "memory_bytes": int(reported * _GIB),
-            "nominal_memory_bytes": int(nominal * _GIB),
-        }
-        rates = {
-            kind: {dtype: rate * 1e12 for dtype, rate in row.get(kind, {}).items()}
-            for kind in ("peak", "matmul")
-        }
-        told = ("memory_gib", "reported_gib", "driver_share")
-        found[name] = _made(Accelerator, name, {**row, **sizes, **rates}, *told)
+        values = {"name": name, "matmul": {}, **row}
+        nominal, share = values.pop("memory_gib"), values.pop("driver_share", _HBM_SHARE)
+        values["memory_bytes"] = int(values.pop("reported_gib", nominal * share) * _GIB)
+        values["nominal_memory_bytes"] = int(nominal * _GIB)
+        for kind in ("peak", "matmul"):
+            values[kind] = {dtype: rate * 1e12 for dtype, rate in values[kind].items()}
+        found[name] = Accelerator(**values)
     return found
 
 
@@ -213,21 +195,18 @@ def links() -> Mapping[str, Link]:
     """Return the catalogue's links by name."""
     found: dict[str, Link] = {}
     for name, row in read_table("links").items():
-        curve = tuple((mib * _MIB, rate * 1e9) for mib, rate in row.get("curve", ()))
-        if "curve_of" in row:
-            other, ends_at = found[row["curve_of"]], row.get("curve_ends_at")
-            factor = row["bandwidth_bytes_per_s"] / other.bandwidth_bytes_per_s
-            factor = ends_at / other.achieved_bytes_per_s if ends_at else factor
-            curve = other.scaled(factor).curve
-        in_us = [key for key in row if key.endswith("_us")]
-        values = {
-            "efficiency": 1.0,  # it is in the curve, if it is not told
-            **row,
-            "curve": curve,
-            "curve_ranks": tuple(row.get("curve_ranks", (8, 1))),
-            **{key.removesuffix("us") + "s": row[key] * 1e-6 for key in in_us},
-        }
-        found[name] = _made(Link, name, values, "curve_of", "curve_ends_at", *in_us)
+        # The efficiency is in the curve, if it is not told.
+        values = {"name": name, "efficiency": 1.0, "curve_ranks": (8, 1), **row}
+        curve = tuple((mib * _MIB, rate * 1e9) for mib, rate in values.get("curve", ()))
+        if (of := values.pop("curve_of", None)) is not None:
+            ends_at = values.pop("curve_ends_at", None)
+            factor = values["bandwidth_bytes_per_s"] / found[of].bandwidth_bytes_per_s
+            factor = ends_at / found[of].achieved_bytes_per_s if ends_at else factor
+            curve = found[of].scaled(factor).curve
+        for key in [key for key in values if key.endswith("_us")]:
+            values[key.removesuffix("us") + "s"] = values.pop(key) * 1e-6
+        ranks = tuple(values.pop("curve_ranks"))
+        found[name] = Link(**values | {"curve": curve, "curve_ranks": ranks})
     return found
 
 
@@ -236,9 +215,8 @@ def hosts() -> Mapping[str, Host]:
     """Return the catalogue's hosts by name."""
     found = {}
     for name, row in read_table("hosts").items():
-        memory, link = row["memory_gib"] * _GIB, links()[row["device_link"]]
-        values = {**row, "memory_bytes": memory, "device_link": link}
-        found[name] = _made(Host, name, values, "memory_gib")
+        values = {"name": name, **row, "device_link": links()[row["device_link"]]}
+        found[name] = Host(memory_bytes=values.pop("memory_gib") * _GIB, **values)
     return found
 
 
@@ -265,11 +243,6 @@ def find_link(name: str) -> Link:
     **Raises** ConfigError with the nearest names.
     """
     return _found("link", name, links(), read_table("nodes")["aliases"])
-
-
-def find_host(name: str) -> Host:
-    """Return a host by name. **Raises** ConfigError with the nearest names."""
-    return _found("host", name, hosts())
 
 
 def _found(
@@ -314,7 +287,7 @@ def make_cluster(
     if num_nics is None:  # as many per GPU as usual, and at least one
         num_nics = max(1, usual["nics"] * per_node // usual["per_node"])
     check_whole(num_nics, "num_nics", 1024)
-    found = find_host(host or accelerator.host)
+    found = _found("host", host or accelerator.host, hosts())
     both = found.device_link, links()[accelerator.host_link]
     slower = min(both, key=lambda each: each.bandwidth_bytes_per_s)
     node = Node(

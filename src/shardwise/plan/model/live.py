@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
-from shardwise.plan.model.activations import (
+from shardwise.plan.model.layers import (
     Execution,
     kept_layer_bytes,
     layer_bytes,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import ConfigError
 from shardwise.plan.model.shapes import DecoderShape, gpt_shape, llama_shape, read_config
-from shardwise.plan.tables import read_table
+from shardwise.plan.sizes import read_table
 from shardwise.spelling import did_you_mean
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """Tapes of decoders from the formulas of their shapes: nothing is built and nothing is traced.
 
-`activations` has the bytes that a layer makes and keeps, `live` those alive meanwhile, `costs` its
-operations. This file puts them in program order.
+`layers` has the bytes that a layer makes and keeps, and its operations, `live` the bytes alive
+meanwhile. This file puts them in program order.
 """
 
 from collections import Counter
@@ -12,8 +12,14 @@ from typing import NamedTuple
 
 from shardwise.errors import ConfigError
 from shardwise.plan.candidate import ALL_DEGREES, Candidate
-from shardwise.plan.model.activations import Execution, Implementation, stream_bytes
-from shardwise.plan.model.costs import eager_cost, layer_costs, recomputed_costs
+from shardwise.plan.model.layers import (
+    Execution,
+    Implementation,
+    eager_cost,
+    layer_costs,
+    recomputed_costs,
+    stream_bytes,
+)
 from shardwise.plan.model.live import DecoderLive
 from shardwise.plan.model.shapes import DecoderShape, Matrix
 from shardwise.plan.model.tape import (
@@ -26,22 +32,9 @@ from shardwise.plan.model.tape import (
     Visit,
     Work,
 )
-from shardwise.plan.sizes import PRECISIONS, row_of
 
 # Fields of an `Execution` that are the candidate's.
 _SAME = ("micro_batch", "activation_checkpointing", "accumulation", "cp_method", *ALL_DEGREES)
-
-
-class Least(NamedTuple):
-    """Lower bounds of a tape: its costs, and bytes.
-
-    ``alive_bytes`` are alive at once, without gradients; ``input_bytes`` of them are inputs of
-    checkpointed blocks.
-    """
-
-    costs: tuple[Cost, ...]
-    alive_bytes: int
-    input_bytes: int
 
 
 class ShapedModel:
@@ -91,8 +84,56 @@ class ShapedModel:
         return (*self._notes, how, *([even] if self._shape.experts is not None else []))
 
     def check_degrees(self, candidate: Candidate) -> None:
-        """Refuse degrees that the shape cannot have. **Raises** ConfigError, naming one."""
-        _check_degrees(self._shape, self.seq, candidate)
+        """Refuse degrees that leave a rank with a part of a head, of a token or of a layer.
+
+        **Raises** ConfigError, naming one.
+        """
+        for name in ("micro_batch", "accumulation", *ALL_DEGREES):
+            if getattr(candidate, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(candidate, name)}")
+        shape, seq, tensor, context = self._shape, self.seq, candidate.tp, candidate.cp
+        experts = shape.experts
+        widths = [(shape.heads, "heads")]
+        if experts is None or experts.dense_layers:
+            widths.append((shape.ffn, "columns of the feed-forward"))
+        if experts is not None and experts.shared:
+            widths.append((experts.shared * experts.ffn, "columns of the shared experts"))
+        for size, what in widths:
+            if size % tensor:
+                raise ConfigError(f"tp={tensor}: expected a divisor of the model's {size} {what}")
+        if shape.kv_heads % tensor and tensor % shape.kv_heads:
+            raise ConfigError(
+                f"tp={tensor}: expected a divisor or a multiple of the model's "
+                f"{shape.kv_heads} key-value heads"
+            )
+        if candidate.pp > shape.layers:
+            raise ConfigError(
+                f"pp={candidate.pp}: expected at most one stage for each "
+                f"of the model's {shape.layers} layers"
+            )
+        if seq % context:
+            raise ConfigError(f"cp={context}: expected a divisor of the windows' {seq} tokens")
+        heads = shape.heads // tensor
+        if candidate.cp_method == "heads" and heads % context:
+            raise ConfigError(
+                f"cp={context}: by heads, expected a divisor of the {heads} heads that a rank has; "
+                "take cp_method gather"
+            )
+        if candidate.cp_method == "ring" and context > 1 and seq % (2 * context):
+            raise ConfigError(
+                f"cp={context}: by ring, expected 2 x cp to divide the windows' {seq} tokens; take "
+                "cp_method gather"
+            )
+        num = 0 if experts is None or experts.dense_layers >= shape.layers else experts.num
+        if candidate.ep > 1 and (not num or num % candidate.ep):
+            have = f"{num} experts" if num else "experts, and it has none"
+            raise ConfigError(f"ep={candidate.ep}: expected a divisor of the model's {have}")
+        region = candidate.num_shards * context * tensor
+        if region % candidate.ep:
+            raise ConfigError(
+                f"ep={candidate.ep}: expected a divisor of dp_shard x cp x tp = "
+                f"{candidate.num_shards} x {context} x {tensor} = {region}"
+            )
 
     def tape(self, candidate: Candidate, stage: int = 0) -> Tape:
         """Return one rank's micro-batch; with a pipeline, on one of its stages."""
@@ -103,8 +144,12 @@ class ShapedModel:
             self._tapes[run] = _tape(padded, run)
         return self._tapes[run]
 
-    def least(self, candidate: Candidate) -> Least:
-        """Return lower bounds of the costs and bytes of a micro-batch on the first stage."""
+    def least(self, candidate: Candidate) -> tuple[tuple[Cost, ...], int, int]:
+        """Return lower bounds of a micro-batch on the first stage: its costs, and bytes.
+
+        The first are alive at once, without gradients; the second, a part of them, are inputs of
+        checkpointed blocks.
+        """
         tape = self.tape(candidate)
         works = [event for event in tape.events if isinstance(event, Work)]
         there = most = 0
@@ -117,7 +162,7 @@ class ShapedModel:
             Cost(c.kind, c.dtype, num * c.flops, num * c.moved_bytes, num * c.num_ops)
             for c, num in counts.items()
         )
-        return Least(tuple(costs), most, inputs)
+        return tuple(costs), most, inputs
 
     def stages(self, candidate: Candidate) -> dict[int, Tape]:
         """Return one micro-batch on a rank of each pipeline stage that differs from all others.
@@ -143,62 +188,12 @@ class ShapedModel:
             seq=self.seq,
             pp_rank=stage,
             all_forward_first=candidate.pp_schedule == "gpipe",
-            dtype=row_of(PRECISIONS, candidate.precision, "precision").compute,
+            dtype=candidate.dtypes.compute,
             implementation="compiled" if is_compiled else self._eager,
             # Compiled layers have the bytes of theirs by the table of losses.
             loss="freed" if is_compiled and candidate.loss == "eager" else candidate.loss,
             on_cpu=candidate.transport == "point_to_point",
             **{name: getattr(candidate, name) for name in _SAME},
-        )
-
-
-def _check_degrees(shape: DecoderShape, seq: int, candidate: Candidate) -> None:
-    """Refuse degrees that leave a rank with a part of a head, of a token or of a layer."""
-    for name in ("micro_batch", "accumulation", *ALL_DEGREES):
-        if getattr(candidate, name) < 1:
-            raise ConfigError(f"{name} must be at least 1, got {getattr(candidate, name)}")
-    tensor, context = candidate.tp, candidate.cp
-    experts = shape.experts
-    widths = [(shape.heads, "heads")]
-    if experts is None or experts.dense_layers:
-        widths.append((shape.ffn, "columns of the feed-forward"))
-    if experts is not None and experts.shared:
-        widths.append((experts.shared * experts.ffn, "columns of the shared experts"))
-    for size, what in widths:
-        if size % tensor:
-            raise ConfigError(f"tp={tensor}: expected a divisor of the model's {size} {what}")
-    if shape.kv_heads % tensor and tensor % shape.kv_heads:
-        raise ConfigError(
-            f"tp={tensor}: expected a divisor or a multiple of the model's "
-            f"{shape.kv_heads} key-value heads"
-        )
-    if candidate.pp > shape.layers:
-        raise ConfigError(
-            f"pp={candidate.pp}: expected at most one stage for each "
-            f"of the model's {shape.layers} layers"
-        )
-    if seq % context:
-        raise ConfigError(f"cp={context}: expected a divisor of the windows' {seq} tokens")
-    heads = shape.heads // tensor
-    if candidate.cp_method == "heads" and heads % context:
-        raise ConfigError(
-            f"cp={context}: by heads, expected a divisor of the {heads} heads that a rank has; "
-            "take cp_method gather"
-        )
-    if candidate.cp_method == "ring" and context > 1 and seq % (2 * context):
-        raise ConfigError(
-            f"cp={context}: by ring, expected 2 x cp to divide the windows' {seq} tokens; take "
-            "cp_method gather"
-        )
-    num = 0 if experts is None or experts.dense_layers >= shape.layers else experts.num
-    if candidate.ep > 1 and (not num or num % candidate.ep):
-        have = f"{num} experts" if num else "experts, and it has none"
-        raise ConfigError(f"ep={candidate.ep}: expected a divisor of the model's {have}")
-    region = candidate.num_shards * context * tensor
-    if region % candidate.ep:
-        raise ConfigError(
-            f"ep={candidate.ep}: expected a divisor of dp_shard x cp x tp = {candidate.num_shards} "
-            f"x {context} x {tensor} = {region}"
         )
 
 
@@ -208,7 +203,7 @@ def _tape(shape: DecoderShape, run: Execution) -> Tape:
 
     **Cost** linear in the number of layers, no tensors.
 
-    **Source** ``data/layers.toml``, and the Notes of `activations`, `live` and `costs`.
+    **Source** ``data/layers.toml``, and the Notes of `layers` and `live`.
     """
     live, kinds = DecoderLive(shape, run), run.layers_of(shape)
     made = {kind: _layer(kind, live) for kind in set(kinds.values())}

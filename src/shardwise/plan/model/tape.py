@@ -172,16 +172,6 @@ class Tape:
     in_flight: float = 1
 
     @property
-    def num_params(self) -> int:
-        """Number of elements of all parameters; tied ones counted once."""
-        return sum(unit.numel for unit in self.units)
-
-    @property
-    def flops(self) -> int:
-        """FLOPs of the micro-batch, recomputation included."""
-        return sum(c.flops for e in self.events if isinstance(e, Work) for c in e.costs)
-
-    @property
     def matmul_dtype(self) -> DtypeName:
         """Dtype of most FLOPs of matrix products; the computing dtype if there are no products.
 

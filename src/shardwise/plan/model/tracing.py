@@ -89,7 +89,13 @@ def trace(
     cast_to = _COMPUTE_DTYPES[compute_dtype]
     specs = partition_into_units(model, units)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        params = _fake_params(model, cast_to)
+        params = {
+            id(param): nn.Parameter(
+                _fake(param, (param.is_floating_point() and cast_to) or param.dtype),
+                requires_grad=param.requires_grad,
+            )
+            for param in model.parameters()
+        }
         units_run = _copied_units(specs, params, name)
         recorder = _Recorder(units_run, cast_to)
         batch = make_batch()
@@ -97,7 +103,7 @@ def trace(
         _step(recorder, lambda: loss(units_run[0].module, batch), name)
         written = {i: recorder.wrote(p) for i, p in params.items()}
         return Tape(
-            units=_all_unit_facts(specs, written),
+            units=_unit_facts(specs, written),
             events=recorder.events(),
             compute_dtype=compute_dtype,
             input_bytes=recorder.input_bytes,
@@ -124,32 +130,30 @@ def _step(recorder: "_Recorder", compute_loss: Callable[[], object], name: str) 
         log.disabled = was
 
 
-def _all_unit_facts(specs: Sequence[UnitSpec], written: Mapping[int, bool]) -> tuple[TapeUnit, ...]:
+def _unit_facts(specs: Sequence[UnitSpec], written: Mapping[int, bool]) -> tuple[TapeUnit, ...]:
     """Describe all units, the root first; ``written`` are parameters by id, in the model's order.
 
     It tells which of them got a gradient.
     """
     places = {param: place for place, (param, wrote) in enumerate(written.items()) if wrote}
-    owned = [[places[id(p.param)] for p in s.params if id(p.param) in places] for s in specs]
-    firsts = [min(each, default=-1) for each in owned]
-    root, *others = (_unit_facts(spec, written) for spec in specs)
-    return (replace(root, comes_last=firsts[0] > max(firsts[1:], default=0)), *others)
-
-
-def _unit_facts(spec: UnitSpec, written: Mapping[int, bool]) -> TapeUnit:
-    """Describe a unit; ``written`` tells by id which parameters got a gradient."""
-    params = tuple(
-        TapeParam(
-            p.name,
-            tuple(p.param.shape),
-            dtype_name(p.param.dtype),
-            p.param.requires_grad,
-            gets_grad=not p.param.requires_grad or written[id(p.param)],
+    found, firsts = [], []
+    for spec in specs:
+        params = tuple(
+            TapeParam(
+                p.name,
+                tuple(p.param.shape),
+                dtype_name(p.param.dtype),
+                p.param.requires_grad,
+                gets_grad=not p.param.requires_grad or written[id(p.param)],
+            )
+            for p in spec.params
         )
-        for p in spec.params
-    )
-    reads = type(spec.module).forward is not nn.Embedding.forward
-    return TapeUnit(spec.name, params, reads)
+        reads = type(spec.module).forward is not nn.Embedding.forward
+        found.append(TapeUnit(spec.name, params, reads))
+        owned = [places[id(p.param)] for p in spec.params if id(p.param) in places]
+        firsts.append(min(owned, default=-1))
+    found[0] = replace(found[0], comes_last=firsts[0] > max(firsts[1:], default=0))
+    return tuple(found)
 
 
 # -- a copy of fake tensors
@@ -172,17 +176,6 @@ class _Unit:
 
 def _fake(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device="cpu")
-
-
-def _fake_params(model: nn.Module, cast_to: torch.dtype | None) -> dict[int, nn.Parameter]:
-    """Return a fake parameter for each of a model's, by the id of the real one."""
-    return {
-        id(param): nn.Parameter(
-            _fake(param, (param.is_floating_point() and cast_to) or param.dtype),
-            requires_grad=param.requires_grad,
-        )
-        for param in model.parameters()
-    }
 
 
 def _copied_units(

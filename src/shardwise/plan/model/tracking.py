@@ -156,7 +156,8 @@ class Tracker(TorchDispatchMode):
             rule = self._rules[func] = _rule_of(func)
         if not rule.is_free:
             self._watch_for_recomputing()
-        out = (_grouped_mm if rule.name == "_grouped_mm" else _run)(func, args, kwargs)
+        is_grouped = rule.name == "_grouped_mm"
+        out = _grouped_mm(func, args, kwargs) if is_grouped else func(*args, **kwargs)
         outputs = list(_tensors(out))
         for tensor in outputs if rule.allocates else ():
             self._note(tensor)
@@ -254,10 +255,6 @@ def _flops_of(
     if rule.name.endswith("attention_backward") or "attention_for_cpu_backward" in rule.name:
         flops = flops * 4 // 5
     return flops
-
-
-def _run(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
-    return func(*args, **kwargs)
 
 
 def _grouped_mm(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:

@@ -23,7 +23,7 @@ from shardwise.layout.segments import Segment, balanced, build_layout, even_segm
 from shardwise.layout.wire import Slice, is_coded
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.model.tape import TapeUnit
-from shardwise.plan.sizes import DTYPE_BYTES, OPTIMIZERS, PRECISIONS, DtypeName, row_of
+from shardwise.plan.sizes import DTYPE_BYTES, OPTIMIZERS, DtypeName
 from shardwise.plan.step.messages import (
     Message,
     coding_message,
@@ -104,8 +104,8 @@ class Footprint:
         self._stage = STAGES[candidate.stage]
         self._on_cpu = candidate.transport == "point_to_point"  # so the device is the CPU
         self.is_away = is_away
-        papers = PRECISIONS[candidate.precision].keeps_compute_shard
-        optimizer = row_of(OPTIMIZERS, candidate.optimizer, "optimizer")
+        papers = candidate.dtypes.keeps_compute_shard
+        optimizer = OPTIMIZERS[candidate.optimizer]
         groups = self._groups(params)
         memories = [g.memory for g in groups]
         trains = [g for g in groups if any(g.trained)]
@@ -172,7 +172,7 @@ class Footprint:
     def _groups(self, params: tuple[ParamKey, ...]) -> list[Group]:
         """Group parameters by dtypes, frozen ones apart, as `unit.materialize` does."""
         candidate, is_away = self._candidate, self.is_away
-        row = PRECISIONS[candidate.precision]
+        row = candidate.dtypes
         own = PRECISION_DTYPES.get(candidate.precision) == (None, None, None)
         wanted = (None, None) if own else (row.master, row.compute)
         keys = ((dtype, "float" in dtype, trained) for _, dtype, trained, *_ in params)

@@ -12,7 +12,7 @@ in the page cache. Papers keep slices in the computing dtype where parameters re
 their masters rest with the optimizer's state (``keeps_compute_shard``).
 
 Note [Inputs as planned]
-As in `engine.activations`, a block's input is copied to the host while the next block
+As in `offload.activations`, a block's input is copied to the host while the next block
 computes, and its memory freed when the one after that begins; the last block's stays. In backward
 the input of the block before is fetched while a block is computed again. So two are on the device
 beside what a block makes. The host has a place for each of the others, for every micro-batch that
@@ -30,9 +30,9 @@ from shardwise.offload.stripes import align, regions_of
 from shardwise.optim.kinds import ROW
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.model.tape import Cost, Tape, Visit
-from shardwise.plan.sizes import DTYPE_BYTES, OPTIMIZERS, PRECISIONS, DtypeName
+from shardwise.plan.sizes import DTYPE_BYTES, OPTIMIZERS, DtypeName
 from shardwise.plan.step.footprint import Footprint
-from shardwise.plan.step.ledger import Away
+from shardwise.plan.step.program import Away
 from shardwise.plan.step.recorder import Recorder
 
 
@@ -40,7 +40,7 @@ class Offloading:
     """The offloading of one candidate; does nothing for units that are on the device."""
 
     def __init__(self, candidate: Candidate) -> None:
-        offload, self._row = candidate.offload, PRECISIONS[candidate.precision]
+        offload, self._row = candidate.offload, candidate.dtypes
         self._optimizer = OPTIMIZERS[candidate.optimizer]
         self._papers = self._row.keeps_compute_shard
         self._params, self._grads = tier_of(offload.params), tier_of(offload.grads)

@@ -19,13 +19,12 @@ from dataclasses import replace
 from shardwise.engine.schedule import Schedule
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.model.tape import Cost, LiveBytes, Tape, Visit, Work
-from shardwise.plan.sizes import DTYPE_BYTES, OPTIMIZERS, PRECISIONS, row_of
+from shardwise.plan.sizes import DTYPE_BYTES
 from shardwise.plan.step.doubles import PlayContext, ReductionsDouble, UnitDouble
 from shardwise.plan.step.footprint import Footprint, weigh
-from shardwise.plan.step.ledger import Ledger, Played, Rest
 from shardwise.plan.step.messages import Message
 from shardwise.plan.step.offloading import Inputs, Offloading
-from shardwise.plan.step.program import AxisName
+from shardwise.plan.step.program import AxisName, Ledger, Played, Rest
 from shardwise.plan.step.recorder import Recorder
 from shardwise.stages import STAGES, Stage, UnitSettings
 
@@ -40,13 +39,10 @@ def play(tape: Tape, candidate: Candidate, *, clips: bool = True) -> Played:
     ``clips``: the gradients' norm is clipped before the optimizer's step.
 
     **Cost** about 20 microseconds per event of the tape and micro-batch; no tensors.
-
-    **Raises** ConfigError for a precision or an optimizer that is in no table.
     """
-    row_of(PRECISIONS, candidate.precision, "precision")
-    row_of(OPTIMIZERS, candidate.optimizer, "optimizer")
     player = _Player(tape, candidate)
-    player.run()
+    for number in range(candidate.accumulation):
+        player.run(number)
     player.step(clips)
     return player.result()
 
@@ -130,12 +126,8 @@ class _Player:
         self._adds = False
 
     # -- micro-batches
-    def run(self) -> None:
-        """Walk the tape for each micro-batch."""
-        for number in range(self._candidate.accumulation):
-            self._run_micro_batch(number)
-
-    def _run_micro_batch(self, number: int) -> None:
+    def run(self, number: int) -> None:
+        """Walk the tape for one micro-batch."""
         tape, recorder = self._tape, self._recorder
         ends = number == self._candidate.accumulation - 1
         self._is_last = ends and not self._is_stage
@@ -283,7 +275,7 @@ class _Player:
     def _clip(self) -> None:
         candidate, recorder = self._candidate, self._recorder
         recorder.phase = "clip"
-        size = DTYPE_BYTES[PRECISIONS[candidate.precision].reduce]
+        size = DTYPE_BYTES[candidate.dtypes.reduce]
         grads = sum(w.local_numel for w in self._weights) * size
         if not grads:
             return
@@ -303,7 +295,7 @@ class _Player:
         recorder.compute((self._memory(2 * grads, 1),), 0)
 
     def _memory(self, num_bytes: int, num_ops: int) -> Cost:
-        return Cost("memory", PRECISIONS[self._candidate.precision].master, 0, num_bytes, num_ops)
+        return Cost("memory", self._candidate.dtypes.master, 0, num_bytes, num_ops)
 
     def result(self) -> Played:
         """Return the step as it was played."""
@@ -332,7 +324,7 @@ def _added(work: Work, largest_grad: int) -> tuple[LiveBytes, LiveBytes]:
 # -- the optimizer's step
 def _step_bytes(candidate: Candidate, weight: Footprint) -> int:
     """Return the bytes that the step of a unit reads and writes."""
-    row = PRECISIONS[candidate.precision]
+    row = candidate.dtypes
     master, numel = DTYPE_BYTES[row.master], weight.local_numel
     if _is_adam(candidate) and candidate.optimizer_kernel != "fused":
         return numel * _UNFUSED_BYTES * master // 4
@@ -341,7 +333,7 @@ def _step_bytes(candidate: Candidate, weight: Footprint) -> int:
 
 def _temporary_bytes(candidate: Candidate, weights: Sequence[Footprint]) -> int:
     """Return what the step of these units allocates meanwhile."""
-    kernel, row = candidate.optimizer_kernel, PRECISIONS[candidate.precision]
+    kernel, row = candidate.optimizer_kernel, candidate.dtypes
     numel = sum(w.local_numel for w in weights)
     copied = numel * DTYPE_BYTES[row.optimizer_grad] if row.optimizer_grad else 0
     if kernel == "fused" or not _is_adam(candidate):

@@ -5,14 +5,16 @@ from collections.abc import Mapping, Sequence
 
 from shardwise.plan.model.tape import Cost
 from shardwise.plan.sizes import DtypeName
-from shardwise.plan.step.ledger import ENGINES, Ledger, Moment
 from shardwise.plan.step.messages import Message
 from shardwise.plan.step.program import (
+    ENGINES,
     AxisName,
     Collective,
     CollectiveKind,
     Compute,
+    Ledger,
     Link,
+    Moment,
     Op,
     OpPhase,
     Program,

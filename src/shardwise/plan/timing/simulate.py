@@ -13,17 +13,31 @@ gloo's threads copy on the cores that compute, and NCCL's kernels take multiproc
 cores and a collective both run, each runs at 1 / (2 - overlap) of its normal rate. Started together
 and equally long, two operations then take 2 - overlap times as long: 1 hides everything, 0 nothing,
 and below 0 they take longer together than one after the other, as they empty each other's caches.
+
+Note [Exposed time]
+The step is cut at every begin and end of an operation. A moment at which the compute stream runs is
+computing; whatever else runs then is hidden. Of the rest, a moment at which a collective runs is
+exposed communication; of the others, one at which a copy, a host core or a disk works is exposed
+offload. So the three and the idle rest add up to the step, and two collectives at once are not
+counted twice.
 """
 
+from __future__ import annotations
+
 import math
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 from shardwise.errors import ConfigError
-from shardwise.plan.step.program import Op, Program, Stream
-from shardwise.plan.timing.breakdown import COMMUNICATING, Simulated, Span, category
+from shardwise.plan.step.program import Collective, Op, Program, Stream
 
 _WORKERS = ("compute", "cpu")
+COMMUNICATING: tuple[Stream, ...] = ("shard", "replicate")
+OFFLOADING: tuple[Stream, ...] = ("to_device", "to_host", "cpu", "disk")
+_KINDS = {"compute": 0, **dict.fromkeys(COMMUNICATING, 1), **dict.fromkeys(OFFLOADING, 2)}
 
 
 def simulate(
@@ -98,3 +112,155 @@ def _contended_seconds(
             else:
                 left[index] -= passed * speed
     return tuple(lasted)
+
+
+# -- the time of a step
+class Span(NamedTuple):
+    """The begin and the end of an operation of a program."""
+
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A simulated step of one rank, with a span for each operation of the program."""
+
+    program: Program
+    spans: tuple[Span, ...]
+
+    @cached_property
+    def step_s(self) -> float:
+        """End of the last operation."""
+        return max((span.end_s for span in self.spans), default=0.0)
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches in the program; a step may have more, see Note [Long windows]."""
+        return 1 + max((op.micro_batch for op in self.program.ops), default=0)
+
+    @cached_property
+    def busy_s(self) -> Mapping[Stream, float]:
+        """Seconds that each stream worked."""
+        return {stream: sum(phases.values()) for stream, phases in self.stream_phase_s.items()}
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds that the compute stream worked."""
+        return self.busy_s.get("compute", 0.0)
+
+    @property
+    def communication_s(self) -> float:
+        """Seconds in which a collective ran; the union, not the sum."""
+        hidden = self._moments[True, True, False] + self._moments[True, True, True]
+        return self.exposed_s + hidden
+
+    @property
+    def exposed_s(self) -> float:
+        """Exposed communication, see Note [Exposed time]."""
+        return self._moments[False, True, False] + self._moments[False, True, True]
+
+    @property
+    def exposed_offload_s(self) -> float:
+        """Exposed work of copies, host cores and disks, see Note [Exposed time]."""
+        return self._moments[False, False, True]
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds in which nothing worked, see Note [Exposed time]."""
+        return self._moments[False, False, False]
+
+    @property
+    def overlap(self) -> float:
+        """Share of communication that computing hides, 0 to 1; 1 without communication."""
+        return 1 - self.exposed_s / self.communication_s if self.communication_s > 0 else 1.0
+
+    @property
+    def bubble_s(self) -> float:
+        """Seconds in which the compute stream stood still, whatever the reason."""
+        return self.idle_s + self.exposed_s + self.exposed_offload_s
+
+    @cached_property
+    def phase_s(self) -> Mapping[str, float]:
+        """Busy seconds by phase; phases on different streams overlap."""
+        found: defaultdict[str, float] = defaultdict(float)
+        for phases in self.stream_phase_s.values():
+            for phase, seconds in phases.items():
+                found[phase] += seconds
+        return found
+
+    @cached_property
+    def stream_phase_s(self) -> Mapping[Stream, Mapping[str, float]]:
+        """Busy seconds by stream, and by phase on it."""
+        found: dict[Stream, defaultdict[str, float]] = {}
+        for op, span in zip(self.program.ops, self.spans, strict=True):
+            phases = found.setdefault(op.stream, defaultdict(float))
+            phases[op.phase] += span.end_s - span.start_s
+        return found
+
+    @property
+    def unit_seconds(self) -> tuple[dict[str, float], ...]:
+        """Seconds of each unit: computing, communicating, and compute's stand before it."""
+        names = "compute_s", "communication_s", "waited_s"
+        found = tuple(dict.fromkeys(names, 0.0) for _ in self.program.unit_names)
+        free = 0.0
+        for op, span in zip(self.program.ops, self.spans, strict=True):
+            unit, seconds = found[op.unit], span.end_s - span.start_s
+            if op.stream == "compute":
+                unit["compute_s"] += seconds
+                unit["waited_s"] += span.start_s - free
+                free = span.end_s
+            elif isinstance(op.work, Collective):
+                unit["communication_s"] += seconds
+        return found
+
+    @cached_property
+    def critical_path(self) -> tuple[int, ...]:
+        """Operations that decide the step, in order of time.
+
+        Each begins when the one before ends. Had one been shorter, the step would have been.
+        """
+        ops, ends = self.program.ops, [span.end_s for span in self.spans]
+        previous, newest = list[int](), dict[Stream, int]()
+        for index, op in enumerate(ops):
+            previous.append(newest.get(op.stream, -1))
+            newest[op.stream] = index
+        index = ends.index(self.step_s) if self.step_s > 0 else -1
+        path = list[int]()
+        while index != -1:
+            path.append(index)
+            last, inputs = 0.0, (previous[index], *ops[index].after)
+            index = -1
+            for each in inputs:
+                if each != -1 and ends[each] > last:
+                    last, index = ends[each], each
+        return tuple(reversed(path))
+
+    @property
+    def critical_s(self) -> Mapping[str, float]:
+        """Seconds of the critical path by kind of work: what to make faster first."""
+        seconds: Counter[str] = Counter()
+        for index in self.critical_path:
+            start_s, end_s = self.spans[index]
+            seconds[category(self.program.ops[index])] += end_s - start_s  # type: ignore[assignment]
+        return seconds
+
+    @cached_property
+    def _moments(self) -> Mapping[tuple[bool, bool, bool], float]:
+        """Seconds by whether it computes, communicates, offloads; see Note [Exposed time]."""
+        edges = []
+        for op, span in zip(self.program.ops, self.spans, strict=True):
+            kind = _KINDS[op.stream]
+            edges += [(span.start_s, kind, 1), (span.end_s, kind, -1)]
+        found: defaultdict[tuple[bool, bool, bool], float] = defaultdict(float)
+        running, before = [0, 0, 0], 0.0
+        for at, kind, change in sorted(edges):
+            found[running[0] > 0, running[1] > 0, running[2] > 0] += at - before
+            running[kind] += change
+            before = at
+        return found
+
+
+def category(op: Op) -> str:
+    """Return what kind of work an operation is: its stream, or the kind of its collective."""
+    return op.work.kind if isinstance(op.work, Collective) else op.stream

@@ -10,10 +10,11 @@ Source: Trace Event Format (Google, the trace-event profiling tool): JSON object
 events X, metadata events M, flow events s and f; times in microseconds.
 """
 
+from dataclasses import asdict
 from typing import Any, get_args
 
-from shardwise.plan.step.program import Collective, Compute, Op, Program, Stream, Transfer
-from shardwise.plan.timing.breakdown import COMMUNICATING, Simulated, category, unit_name
+from shardwise.plan.step.program import Collective, Compute, Op, Program, Stream
+from shardwise.plan.timing.simulate import COMMUNICATING, Simulated, category
 from shardwise.trace_events import ChromeTrace
 
 _LABELLED = ("unshard", "reduce")
@@ -56,7 +57,7 @@ def _add_ops(trace: ChromeTrace, simulated: Simulated) -> None:
 
     for op, (start_s, end_s) in zip(ops, spans, strict=True):
         args: dict[str, object] = {
-            "unit": unit_name(program, op),
+            "unit": program.unit_names[op.unit],
             "phase": op.phase,
             "micro_batch": op.micro_batch,
             **_work_args(op),
@@ -68,7 +69,7 @@ def _add_ops(trace: ChromeTrace, simulated: Simulated) -> None:
         if start_s > free and op.after:
             cause = ops[max(op.after, key=lambda j: spans[j].end_s)]
             if cause.phase in _LABELLED and isinstance(cause.work, Collective):
-                name = f"shardwise.wait_{cause.phase}({unit_name(program, cause)})"
+                name = f"shardwise.wait_{cause.phase}({program.unit_names[cause.unit]})"
                 args = {"phase": op.phase, "micro_batch": op.micro_batch}
                 trace.add_span(name, "wait", place(op, free), begin[2], args)
         free = end_s
@@ -79,7 +80,7 @@ def _add_ops(trace: ChromeTrace, simulated: Simulated) -> None:
 
 
 def _name(program: Program, op: Op) -> str:
-    unit = unit_name(program, op)
+    unit = program.unit_names[op.unit]
     if op.phase in _LABELLED and isinstance(op.work, Collective):
         return f"shardwise.{op.phase}({unit})"
     what = f"{op.phase} {category(op)}" if isinstance(op.work, Collective) else op.phase
@@ -87,20 +88,7 @@ def _name(program: Program, op: Op) -> str:
 
 
 def _work_args(op: Op) -> dict[str, object]:
-    match op.work:
-        case Compute(costs):
-            return {
-                "flops": sum(cost.flops for cost in costs),
-                "moved_bytes": sum(cost.moved_bytes for cost in costs),
-                "num_ops": sum(cost.num_ops for cost in costs),
-            }
-        case Collective():
-            return {
-                "kind": op.work.kind,
-                "axis": op.work.axis,
-                "payload_bytes": op.work.payload_bytes,
-                "sent_bytes": op.work.sent_bytes,
-                "num_messages": op.work.num_messages,
-            }
-        case Transfer():
-            return {"link": op.work.link, "num_bytes": op.work.num_bytes}
+    if not isinstance(op.work, Compute):
+        return asdict(op.work)
+    names = "flops", "moved_bytes", "num_ops"
+    return {name: sum(getattr(cost, name) for cost in op.work.costs) for name in names}

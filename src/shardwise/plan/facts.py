@@ -10,10 +10,10 @@ from dataclasses import asdict
 
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.machine.hardware import Cluster
-from shardwise.plan.planned import Plan
+from shardwise.plan.planning import Plan
 from shardwise.plan.searching import SearchResult
-from shardwise.plan.step.ledger import Moment
-from shardwise.plan.timing.breakdown import Simulated
+from shardwise.plan.step.program import Moment
+from shardwise.plan.timing.simulate import Simulated
 
 
 def plan_facts(plan: Plan) -> dict[str, object]:
@@ -121,7 +121,10 @@ def simulated_facts(run: Simulated) -> dict[str, object]:
         "phase_s": dict(run.phase_s),
         "stream_phase_s": {s: dict(phases) for s, phases in run.stream_phase_s.items()},
         "critical_path_s": dict(run.critical_s),
-        "units": [asdict(unit) for unit in run.unit_times],
+        "units": [
+            {"name": name, **seconds}
+            for name, seconds in zip(run.program.unit_names, run.unit_seconds, strict=True)
+        ],
     }
 
 

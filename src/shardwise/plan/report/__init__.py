@@ -1,1 +1,0 @@
-"""Plans for programs: plain data."""
