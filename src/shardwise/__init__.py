@@ -45,6 +45,7 @@ Reading order, which is also the import order (a file imports only from what sta
     monitor/                  records of a run: spans, figures, memory
     data/                     samples of each rank and step, token files
     train/                    the recipe behind `shardwise train`
+    preflight/                checks of machines, network and folder before a run
     interop/                  other libraries: fully_shard, DeepSpeed, Hugging Face, Lightning ...
     cli/                      parse, call, print
 

@@ -1,7 +1,9 @@
 """Memory and cores of the host, and the memory still available to this process."""
 
 import os
+import platform
 import resource
+import socket
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +21,25 @@ def resident_bytes() -> int | None:
 def total_host_bytes() -> int:
     """Return the memory of the host."""
     return os.sysconf("SC_PHYS_PAGES") * resource.getpagesize()
+
+
+def processor_name() -> str:
+    """Return the name of the processor's model."""
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(n for n in lines if n.startswith("model name")).partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def own_address(seen_from: str | None) -> str:
+    """Return the address by which a host is reached from ``seen_from``, where the store is."""
+    with suppress(OSError):
+        found = socket.getaddrinfo(seen_from or socket.gethostname(), 9, type=socket.SOCK_DGRAM)
+        family, _, _, _, place = found[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(place)  # sends nothing: it chooses the interface
+            return str(probe.getsockname()[0])
+    return "127.0.0.1"
 
 
 def available_host_bytes() -> int:

@@ -7,6 +7,7 @@ import resource
 import time
 import weakref
 from contextlib import suppress
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,8 +17,9 @@ import torch.distributed as dist
 
 from faults import Normed, NormedIn16Bits
 from models import Checkpointed, Stack
-from ranks import on_ranks, run_ranks
-from shardwise import Precision, accumulate, fully_shard, observe, shard
+from ranks import RankError, on_ranks, run_ranks
+from shardwise import Checkpoints, Precision, accumulate, fully_shard, observe, shard
+from shardwise.checkpoint.save_load import Loaded
 from shardwise.debug import stats
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.monitor.metrics import (
@@ -34,14 +36,14 @@ from shardwise.monitor.metrics import (
     STEP_S,
     OverSteps,
 )
-from shardwise.monitor.record import End, Timeline, read_run
+from shardwise.monitor.record import End, Restart, Timeline, read_run
 
 STEPS = 13
 
 
-def train(model, optimizer, run, rank):
+def train(model, optimizer, run, rank, steps=STEPS):
     random = torch.Generator().manual_seed(rank)
-    batches = [torch.randn(4, 8, generator=random) for _ in range(STEPS)]
+    batches = [torch.randn(4, 8, generator=random) for _ in range(steps)]
     for x in run.data(batches):
         loss = model(x).square().mean()
         loss.backward()
@@ -275,6 +277,49 @@ def test_a_run_that_raises_keeps_what_each_rank_saw_of_steps_whose_line_was_not_
     (*_, (_, last)) = record.lines(Timeline)
     assert last.step == STEPS
     assert [line.error for _, line in record.lines(End)] == ["ZeroDivisionError"]
+
+
+def goes_on(rank, world_size, output, steps, breaks_at=None):
+    """Take steps from the last copy on; rank 1 breaks in one. Return what was logged."""
+    heard = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())
+    logging.getLogger("shardwise").addHandler(handler)
+    model = shard(Stack(), stage=3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        with Checkpoints(f"{output}/checkpoints", model, optimizer) as kept:
+            loaded = kept.load()
+            first = loaded.step + 1 if loaded else 1
+            with observe(model, optimizer, output, every=1, resumed=loaded) as run:
+                for step in range(first, steps + 1):
+                    if step == breaks_at and rank == 1:
+                        raise ZeroDivisionError("on purpose")
+                    train(model, optimizer, run, rank, steps=1)
+                    if step % 2 == 0:
+                        kept.save(step)
+    finally:
+        logging.getLogger("shardwise").removeHandler(handler)
+    return heard
+
+
+def test_a_run_that_goes_on_says_who_ended_the_one_before_and_what_the_restart_cost(tmp_path):
+    with pytest.raises(RankError, match="on purpose"):
+        run_ranks(goes_on, 2, str(tmp_path), 9, breaks_at=6, fresh=True)
+    (first, second), others = run_ranks(goes_on, 2, str(tmp_path), 7)
+    assert first.startswith("the run before: rank 1") and "ZeroDivisionError" in first
+    assert first.endswith("1 of its steps are taken again") and not others
+    ((_, restart),) = read_run(tmp_path).lines(Restart)
+    assert (restart.step, restart.lost_steps, restart.from_memory) == (4, 1, False)
+    assert list(restart.parts_s) == ["detect", "abort", "rendezvous", "start", "first step"]
+    assert min(restart.parts_s.values()) >= 0 and all(part in second for part in restart.parts_s)
+
+
+def test_a_load_and_the_number_of_a_step_cannot_both_say_where_a_run_goes_on(tmp_path):
+    loaded = Loaded(tmp_path, 4, "", {}, 0, 1)
+    for given, first in ((loaded, 5), (replace(loaded, step=None), 1)):
+        with pytest.raises(ConfigError, match="resumed="):
+            observe(None, None, resumed=given, first_step=first)
 
 
 @on_ranks(3)

@@ -94,10 +94,7 @@ def test_auto_is_left_to_the_flags(tmp_path):
 @pytest.mark.parametrize(
     ("content", "named"),
     [
-        ({"zero_optimisation": {"stage": 2}}, "did you mean 'zero_optimization'"),
-        ({"train_micro_batch_size_per_gpu": 0}, "expected a whole number, 1 to"),
         ({"train_micro_batch_size_per_gpu": 1e30}, "expected a whole number, 1 to"),
-        ({"bf16": True}, "bf16"),
         ([1], "expected an object"),
     ],
 )

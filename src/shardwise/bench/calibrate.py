@@ -1,7 +1,6 @@
 """One calibration of this machine: every measurement in turn, with all ranks at once."""
 
 import os
-import platform
 from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
@@ -14,12 +13,11 @@ from shardwise import __version__
 from shardwise.bench import kernels, network
 from shardwise.bench.stopwatch import FULL, QUICK, Stopwatch
 from shardwise.device import memory_in_use_bytes, name_of
-from shardwise.host import total_host_bytes
+from shardwise.host import processor_name, total_host_bytes
 from shardwise.plan.machine.calibration import Calibration, MeasuredHost
 from shardwise.plan.machine.pricing import Curve
 
 _DTYPES = (torch.float32, torch.bfloat16)
-_CPU_FACTS = Path("/proc/cpuinfo")
 
 
 def calibrate(
@@ -98,7 +96,7 @@ def _host(device: torch.device) -> MeasuredHost:
     if device.type != "cpu":
         _, device_memory = torch.accelerator.get_memory_info(device)
     return MeasuredHost(
-        processor=_processor(),
+        processor=processor_name(),
         num_cores=os.cpu_count() or 1,
         memory_bytes=memory,
         device=name_of(device),
@@ -106,11 +104,3 @@ def _host(device: torch.device) -> MeasuredHost:
         torch=torch.__version__,
         shardwise=__version__,
     )
-
-
-def _processor() -> str:
-    if _CPU_FACTS.exists():
-        for line in _CPU_FACTS.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

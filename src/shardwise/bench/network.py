@@ -32,27 +32,33 @@ class Network:
     def __init__(self, watch: Stopwatch, group_size: int) -> None:
         self._watch = watch
         self._axes = axes_of_groups(watch, group_size)
-        self._comm = Comm(self._axes, watch.device)
 
     def starter(self, kind: str, payload: int, num_messages: int = 1) -> Callable[[], Pending]:
         """Return what starts a collective of ``payload`` bytes in all, in equal messages."""
-        axis, device = self._axes.shard, self._watch.device
-        share = max(1, payload // _ITEM_BYTES // axis.size // num_messages)
-        segment = Segment(share * axis.size, share, 0, 0)
-        full = [torch.ones(share * axis.size, device=device) for _ in range(num_messages)]
-        collective = self._comm.collective_id(kind, "bench", 0)
-        if kind == "all_gather":
-            lo, hi = segment.bounds(axis.rank)
-            gathers = [GatherItem(segment, f[lo:hi], f, True) for f in full]
-            return lambda: self._comm.start_all_gather(gathers, axis, collective)
-        means = [torch.ones(share, device=device) for _ in range(num_messages)]
-        reduces = [ReduceItem(segment, ((0, f),), m) for f, m in zip(full, means, strict=True)]
-        return lambda: self._comm.start_reduce_scatter(reduces, axis, collective, axis.size)
+        return collective_starter(self._axes, self._watch.device, kind, payload, num_messages)
 
     def seconds(self, kind: str, payload: int, num_messages: int = 1) -> float:
         """Return the seconds of one collective that nothing runs beside."""
         start = self.starter(kind, payload, num_messages)
         return self._watch.seconds(lambda: start().wait(), in_step=True)
+
+
+def collective_starter(
+    axes: DataAxes, device: torch.device, kind: str, payload: int, num_messages: int = 1
+) -> Callable[[], Pending]:
+    """Return what starts a collective along the shard axis, of ``payload`` bytes in all."""
+    comm, axis = Comm(axes, device), axes.shard
+    share = max(1, payload // _ITEM_BYTES // axis.size // num_messages)
+    segment = Segment(share * axis.size, share, 0, 0)
+    full = [torch.ones(share * axis.size, device=device) for _ in range(num_messages)]
+    collective = comm.collective_id(kind, "bench", 0)
+    if kind == "all_gather":
+        lo, hi = segment.bounds(axis.rank)
+        gathers = [GatherItem(segment, f[lo:hi], f, True) for f in full]
+        return lambda: comm.start_all_gather(gathers, axis, collective)
+    means = [torch.ones(share, device=device) for _ in range(num_messages)]
+    reduces = [ReduceItem(segment, ((0, f),), m) for f, m in zip(full, means, strict=True)]
+    return lambda: comm.start_reduce_scatter(reduces, axis, collective, axis.size)
 
 
 def axes_of_groups(watch: Stopwatch, group_size: int) -> DataAxes:

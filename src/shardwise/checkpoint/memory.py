@@ -66,6 +66,7 @@ from shardwise.checkpoint.verify import difference_of_rank, names_of_rank
 from shardwise.checkpoint.write import NONCE_BYTES, Written, write_ranks, write_small
 from shardwise.comm.control import Control, exchange_any
 from shardwise.errors import CheckpointError, DamagedCheckpoint
+from shardwise.host import own_address
 from shardwise.processes import boot_id
 
 ROOT = Path("/dev/shm")
@@ -154,11 +155,11 @@ class MemoryTier:
         """Start a server on each host; exchange the addresses."""
         self._token = self._control.broadcast(os.urandom(_TOKEN_BYTES))
         store = getattr(dist.distributed_c10d._get_default_store(), "underlying_store", None)
-        address = _own_address(getattr(store, "host", None))
+        address = own_address(getattr(store, "host", None))
         others = [row.decode() for row in exchange_any(self._control, address.encode())]
         seen = [each for each in others if not ip_address(each).is_loopback]
         if ip_address(address).is_loopback and seen:
-            address = _own_address(seen[0])  # the store's host knows itself by another name
+            address = own_address(seen[0])  # the store's host knows itself by another name
 
         def start() -> bytes:
             if not self._leads:
@@ -439,14 +440,3 @@ class PeerFiles(Files):
         found = _RANK.match(path.name)
         address = None if found is None else self._address_of.get(int(found[1]))
         return super().open(path) if address is None else _PeerReader(path, address, self._token)
-
-
-def _own_address(seen_from: str | None) -> str:
-    """Return the address by which a host is reached from ``seen_from``, where the store is."""
-    with suppress(OSError):
-        found = socket.getaddrinfo(seen_from or socket.gethostname(), 9, type=socket.SOCK_DGRAM)
-        family, _, _, _, place = found[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(place)  # sends nothing: it chooses the interface
-            return str(probe.getsockname()[0])
-    return "127.0.0.1"

@@ -23,16 +23,48 @@ _CARD_WIDTH = 100
 
 
 def doctor(
-    run: Annotated[Path, typer.Argument(help="the output of a run that was observed")],
+    context: typer.Context,
+    run: Annotated[
+        Path | None,
+        typer.Argument(
+            help="the output of a run that was observed; with --preflight the YAML of one to come",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON for programs")] = False,
+    before: Annotated[
+        bool,
+        typer.Option(
+            "--preflight", help="look at the machines of a run to come; under torchrun on each node"
+        ),
+    ] = False,
+    folder: Annotated[
+        Path | None,
+        typer.Option(help="preflight: where checkpoints will be; unset: the YAML's output"),
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="preflight: local ranks; not under torchrun")
+    ] = None,
+    axes: Annotated[
+        str | None, typer.Option(help="preflight: degrees, such as tp=8,pp=2; unset: the YAML's")
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option(min=1.0, help="preflight: seconds that a rank may be late")
+    ] = 60.0,
 ) -> int:
     """Diagnose an observed run: failures, the numbers behind them, and settings to change.
 
+    With --preflight: check machines, network and folder of a run before it begins.
+
     Exit codes: 0 nothing was found; 1 something was; 2 the run has died or hangs, there is no such
-    run, or too little of it to judge.
+    run, or too little of it to judge; with --preflight, the run would fail.
     """
-    if not run.is_dir():
-        raise ConfigError(f"{run}: there is no such folder")
+    if before:
+        from shardwise.cli.preflight import look_ahead
+
+        return look_ahead(context, run, folder, ranks, axes, timeout, as_json)
+    if run is None or not run.is_dir():
+        raise ConfigError(f"{run or 'run'}: there is no such folder; name an observed run's output")
     record = read_run(run)
     diagnosis = diagnose(record)
     # Rules that look at steps must judge: what stands in the facts says little.

@@ -20,6 +20,7 @@ from typing import Self, TypeVar
 import torch
 
 from shardwise.checkpoint.all_ranks import on_all_ranks
+from shardwise.checkpoint.save_load import Loaded
 from shardwise.comm.control import exchange_any
 from shardwise.comm.torch_collectives import TORCH_CALLS
 from shardwise.engine.parts import Model, Optimizer, Parts
@@ -42,6 +43,7 @@ from shardwise.monitor.record import (
     rank_files,
     write_facts,
 )
+from shardwise.monitor.recovery import Ending, Recovery, StartClock, tell
 from shardwise.monitor.run_facts import facts_of
 from shardwise.monitor.spans import SpanRecorder
 from shardwise.names import MAIN
@@ -61,6 +63,7 @@ def observe(
     every: int | None = None,
     detail_every: int = 200,
     first_step: int = 1,
+    resumed: Loaded | None = None,
     flops_per_token: float | None = None,
     sinks: Sequence[Sink] = (),
 ) -> "Observation":
@@ -74,8 +77,9 @@ def observe(
     file is written, and ``run.latest`` has the figures. Findings of the doctor on rank 0 are
     logged, and kept in ``findings.jsonl`` and in ``run.findings``.
     ``first_step`` is the number of the first step: lines of an earlier run from this step on are
-    removed. ``flops_per_token`` of this rank's part of the model gives its MFU; None counts its
-    weights.
+    removed. ``resumed`` is what a load returned: the run goes on after its step, and rank 0 logs
+    and keeps why the run before ended, and what the restart has cost. ``flops_per_token`` of this
+    rank's part of the model gives its MFU; None counts its weights.
 
     **Cost** less than a microsecond for each phase of each unit. For each line two small
     exchanges between all ranks, behind the training; every ``detail_every`` steps some
@@ -85,6 +89,7 @@ def observe(
     than 1; on all ranks an error of one that cannot write in ``output``. Later a full disk or a
     tracker that fails is logged once, and no more is written.
     """
+    first_step = first_step if resumed is None else _step_after(resumed, first_step)
     counts = {"every": every, "detail_every": detail_every, "first_step": first_step}
     for name, value in counts.items():
         if value is not None and value < 1:
@@ -100,10 +105,13 @@ def observe(
             "model: it is observed already; close that run before another one begins. `shardwise "
             "train` and callbacks observe it themselves"
         )
+    done, folder = first_step - 1, None if output is None else Path(output)
+    # Before the ranks meet: then each removes its own lines of these steps.
+    recovery = None if folder is None or resumed is None else _recovery(folder, resumed)
     control = parts.first.open_control()
     hosts = [row.decode() for row in exchange_any(control, socket.gethostname().encode())]
     facts = facts_of(model, optimizers, hosts, flops_per_token)
-    done, rank, folder = first_step - 1, control.rank, None if output is None else Path(output)
+    rank = control.rank
 
     def open_files() -> Outputs:
         shared = folder / FOLDER if folder is not None and rank == 0 else None
@@ -121,7 +129,27 @@ def observe(
 
     outputs = on_all_ranks(control, open_files)  # an error of one rank is raised on all
     gatherer = Gatherer(control, facts, outputs, every, parts.comm.device)
-    return Observation(parts, optimizers, facts, gatherer, done, detail_every)
+    recovery = recovery if rank == 0 else None
+    return Observation(parts, optimizers, facts, gatherer, done, detail_every, recovery)
+
+
+def _step_after(resumed: Loaded, first_step: int) -> int:
+    if resumed.step is None or first_step != 1:
+        raise ConfigError(
+            f"resumed={resumed.path} is of step {resumed.step}, first_step={first_step}: "
+            "give one of them, and resumed only if it says its step"
+        )
+    return resumed.step + 1
+
+
+def _recovery(folder: Path, resumed: Loaded) -> Recovery | None:
+    """Read how the run before ended; None without one."""
+    ending = Ending.of(folder, folder / FOLDER / "steps.jsonl")
+    clock = StartClock(knows_birth=True)
+    clock.mark("start")
+    if ending is None:
+        return None
+    return Recovery(ending, clock, resumed.step or 0, resumed.from_memory)
 
 
 class Observation:
@@ -135,8 +163,10 @@ class Observation:
         gatherer: Gatherer,
         num_done: int,
         detail_every: int,
+        recovery: Recovery | None = None,
     ) -> None:
         self.facts = facts
+        self._recovery = recovery
         self._parts = parts
         self._optimizers = optimizers
         self._gatherer = gatherer
@@ -274,6 +304,10 @@ class Observation:
         self._step += 1
         self._num_observed += 1
         number = self._num_observed
+        if self._recovery is not None and number == 1:
+            restart = self._recovery.verdict()
+            tell(restart, _LOG.warning)
+            self.note(restart)
         keeps_timeline = number == 2 or number % self._detail_every == 0
         times = number == 1 or (number + 1) % min(_TIMED_EVERY, self._detail_every) == 0
         recorded = self._recorder.cut(times_device=times)

@@ -23,11 +23,6 @@ def metrics_path(config: TrainConfig) -> Path:
     return config.output / "metrics.jsonl"
 
 
-def picture_path(config: TrainConfig) -> Path:
-    """Return where the picture of a run's losses goes."""
-    return config.output / "loss.svg"
-
-
 def checkpoints_path(config: TrainConfig) -> Path:
     """Return where the checkpoints of a run go."""
     return config.output / "checkpoints"

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -26,16 +25,15 @@ from shardwise.device import fork_rng_devices, peak_memory_bytes
 from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.monitor.lines import JsonLines
 from shardwise.monitor.observer import Observation, observe
+from shardwise.monitor.recovery import Ending, Recovery, StartClock, tell
 from shardwise.parallel.routing import balance_experts
 from shardwise.progress import Advance, run_bar
 from shardwise.quantities import format_bytes
-from shardwise.train.checks import config_path, metrics_path, picture_path
+from shardwise.train.checks import config_path, metrics_path
 from shardwise.train.config import TrainConfig, dump_config
 from shardwise.train.decoder import Pipeline, generate
 from shardwise.train.integrity import IntegrityBudget
 from shardwise.train.launch import RankPlace, StopRequest
-from shardwise.train.picture import write_picture
-from shardwise.train.recovery import Ending, StartClock, recovery_of, tell
 from shardwise.train.replay import compute_twice, raise_difference
 from shardwise.train.saves import RunCheckpoints
 from shardwise.train.setup import (
@@ -115,38 +113,36 @@ def train_prepared(
         loaded = saves.resume(say)
         done = loaded.step if loaded is not None else 0
         clock.mark("load")
-        ending = Ending.of(config) if first and loaded is not None else None
+        ending = None
+        if first and loaded is not None:
+            ending = Ending.of(config.output, metrics_path(config))
         if first:
             with replacing(config_path(config)) as part:
                 part.write_text(dump_config(config), encoding="utf-8")
         result = RunResult(run.stream.unigram_entropy, first_step=done + 1, steps=done)
-        try:
-            with (
-                JsonLines(metrics_path(config) if first else None, done) as metrics,
-                run_bar(config.steps, shown=first, num_done=done) as advance,
-                observe(run.model, run.optimizer, config.output, first_step=done + 1)
-                if config.observe
-                else nullcontext() as observation,
-            ):
-                if loaded is not None:
-                    metrics.write(**loaded._asdict())
-                stop.listen()
-                budget = IntegrityBudget(config.integrity)
-                for step in range(done + 1, config.steps + 1):
-                    parts = metrics, advance, saves, result, observation
-                    _take_step(run, step, stop, budget, *parts)
-                    if step == done + 1 and loaded is not None and ending is not None:
-                        clock.mark("first step")
-                        restart = recovery_of(ending, clock, done, loaded.from_memory)
-                        tell(restart, say)
-                        metrics.write(step=done, restart=vars(restart))
-                        if observation is not None:
-                            observation.note(restart)
-                    if result.stopped:
-                        break
-                saves.finish(metrics)
-        finally:  # a run that ended early gets a curve too
-            result.picture = _draw(config, say) if first else None
+        with (
+            JsonLines(metrics_path(config) if first else None, done) as metrics,
+            run_bar(config.steps, shown=first, num_done=done) as advance,
+            observe(run.model, run.optimizer, config.output, first_step=done + 1)
+            if config.observe
+            else nullcontext() as observation,
+        ):
+            if loaded is not None:
+                metrics.write(**loaded._asdict())
+            stop.listen()
+            budget = IntegrityBudget(config.integrity)
+            for step in range(done + 1, config.steps + 1):
+                parts = metrics, advance, saves, result, observation
+                _take_step(run, step, stop, budget, *parts)
+                if step == done + 1 and loaded is not None and ending is not None:
+                    restart = Recovery(ending, clock, done, loaded.from_memory).verdict()
+                    tell(restart, say)
+                    metrics.write(step=done, restart=vars(restart))
+                    if observation is not None:
+                        observation.note(restart)
+                if result.stopped:
+                    break
+            saves.finish(metrics)
     result.saved_step, result.save_stall_s = saves.saved_step, saves.stall_s
     if result.losses and not result.stopped:
         result.sample = _sample(run)
@@ -203,16 +199,6 @@ def check_run_gradients(run: Run) -> GradientReport:
             loss=loss,
             local_batch=lambda _: local,
         )
-
-
-def _draw(config: TrainConfig, say: Callable[[str], None]) -> Path | None:
-    """Draw the losses so far. A picture that cannot be written is reported and ends no run."""
-    path = picture_path(config)
-    try:
-        return path if write_picture(metrics_path(config), path) else None
-    except (OSError, ValueError, OverflowError) as error:
-        say(f"{path} could not be written: {getattr(error, 'strerror', None) or error}")
-        return None
 
 
 def _take_step(

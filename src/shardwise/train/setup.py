@@ -19,6 +19,7 @@ import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any, cast
 
 import torch
@@ -117,8 +118,15 @@ class Run:
 
 
 @contextmanager
-def join_ranks(place: RankPlace, threads: int | None) -> Iterator[torch.device]:
+def join_ranks(
+    place: RankPlace,
+    threads: int | None,
+    store: dist.Store | None = None,
+    timeout_s: float | None = None,
+) -> Iterator[torch.device]:
     """Join the process group, leave it at the end; yield the device. One rank needs no network.
+
+    The ranks meet in ``store``, or where the environment says. ``timeout_s``: of the collectives.
 
     **State** sets this process's number of CPU threads, by default cores / local ranks.
     """
@@ -127,8 +135,12 @@ def join_ranks(place: RankPlace, threads: int | None) -> Iterator[torch.device]:
     torch.set_num_threads(threads or max(1, num_cores // place.local_world_size))
     device = local_device(place.local_rank)
     backend = "gloo" if device.type == "cpu" else "nccl"
-    store = dist.HashStore() if place.world_size == 1 else None
-    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size)
+    if place.world_size == 1:
+        store = dist.HashStore()
+    timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+    dist.init_process_group(
+        backend, timeout=timeout, store=store, rank=place.rank, world_size=place.world_size
+    )
     try:
         yield device
     finally:

@@ -1,7 +1,6 @@
 """The result of a run, against plain data parallelism and the plan's predictions."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
 
 import torch
@@ -78,7 +77,6 @@ class RunResult:
     saved_step: int | None = None
     save_stall_s: float = 0.0
     wall_s: float = 0.0
-    picture: Path | None = None
 
     def add_step(
         self, step: int, loss: float, step_s: float, num_tokens: int, state: StateBytes
@@ -164,8 +162,8 @@ def format_result(result: RunResult, config: TrainConfig) -> str:
         )
     for number, line in enumerate(compare(config, result)):
         lines.append(f"{'' if number else 'predicted':<14}{line}")
-    if result.picture is not None:
-        lines.append(f"loss curve    {result.picture}")
+    if config.observe:
+        lines.append(f"report        shardwise report {config.output}")
     if result.sample:
         lines += ["sample"]
         for line in result.sample.split("\n"):  # an untrained model samples control characters

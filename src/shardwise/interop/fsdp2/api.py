@@ -247,7 +247,7 @@ def _managed_modules(
 
     def walk(module: nn.Module) -> Iterator[nn.Module]:
         is_managed = module not in roots and state_of(module) is not None
-        if is_managed or _is_replicated(module):
+        if is_managed or "replicate" in (_get_registry(module) or {}):  # torch's
             return
         seen.add(id(module))
         for child in module.children():
@@ -257,11 +257,6 @@ def _managed_modules(
 
     found = [module for root in roots for module in walk(root)]
     return found if ignored is None else _adjust_managed_modules(found, ignored)
-
-
-def _is_replicated(module: nn.Module) -> bool:
-    """Return True if torch's ``replicate`` manages the module."""
-    return "replicate" in (_get_registry(module) or {})
 
 
 def _uses_of(

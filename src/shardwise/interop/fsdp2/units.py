@@ -157,7 +157,9 @@ def adopt(unit: Unit, asked: Asked, ledger: FullParamLedger) -> None:
             continue
         param.lie_apart(AlongDim(param.dim, param.shape) if param.dim else AS_IT_LIES)
         if not local.is_meta:
-            groups.setdefault((*_dtypes(unit, local), param.dim > 0), []).append(param)
+            compute = unit.precision.param if local.is_floating_point() else None
+            key = local.dtype, compute or local.dtype, param.dim > 0
+            groups.setdefault(key, []).append(param)
     for (master, compute, _), params in groups.items():
         shapes = [_shape_in_memory(param, axis.size) for param in params]
         layout = build_layout("rows", shapes, axis.size)
@@ -206,13 +208,6 @@ def _shape_in_memory(param: ShardedParam, num_ranks: int) -> tuple[int, ...]:
     if param.dim == 0:
         return param.shape
     return num_ranks, torch.Size(param.shape).numel() // num_ranks
-
-
-def _dtypes(unit: Unit, local: torch.Tensor) -> tuple[torch.dtype, torch.dtype]:
-    compute = unit.precision.param
-    if compute is None or not local.is_floating_point():
-        compute = local.dtype
-    return local.dtype, compute
 
 
 def check_device(unit: Unit) -> None:

@@ -10,7 +10,7 @@ values: nothing is pickled. Every rank can also read a file that another strateg
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePath
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,12 +21,10 @@ from shardwise.checkpoint.save_load import holds_checkpoint, load, save
 from shardwise.checkpoint.values import encode
 from shardwise.engine.model import compare_load
 from shardwise.errors import CheckpointError, ConfigError
-from shardwise.tensor.plain_state import cut_like, cut_state_dict
+from shardwise.tensor.plain_state import PLAIN_SCALARS, cut_like, cut_state_dict
 
 _STRATEGY_SAVES = ("state_dict", "optimizer_states")
 _HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
-_COUNTS = ("step", "mu_product", "eta", "mu")  # states of torch's optimizers that are scalars
-
 
 State = dict[str, object]  # of one parameter, in an optimizer
 
@@ -173,16 +171,12 @@ def _load_file(
 @torch.no_grad()
 def _load_full_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     """Load an optimizer's state of full tensors; each rank keeps its slices."""
-
-    def is_full(param: torch.Tensor, value: object) -> TypeGuard[torch.Tensor]:
-        return isinstance(value, torch.Tensor) and value.shape == param.shape
-
     params = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    cut: dict[int, State] = {}
+    states: dict[int, State] = {}
     for number, param in zip(numbers, params, strict=True):
-        cut[number] = {
-            key: cut_like(param, value) if key not in _COUNTS and is_full(param, value) else value
-            for key, value in saved["state"].get(number, {}).items()
-        }
-    optimizer.load_state_dict({**saved, "state": {n: s for n, s in cut.items() if s}})
+        for key, value in saved["state"].get(number, {}).items():
+            is_full = isinstance(value, torch.Tensor) and value.shape == param.shape
+            cuts = is_full and key not in PLAIN_SCALARS
+            states.setdefault(number, {})[key] = cut_like(param, value) if cuts else value
+    optimizer.load_state_dict({**saved, "state": states})

@@ -7,8 +7,9 @@ time. The processes of this run know when they were started. So the time from th
 next one falls into parts: ``detect`` until the first rank raised the error that ended it (with the
 step in which it came), ``abort`` until the last one did, ``rendezvous`` until this process was
 started, ``imports``, ``process group``, ``rebuild`` of data, model and optimizer, ``load``, and
-``first step``. Where no rank left a line, the first three are one part, ``down``. Times of other
-hosts are by their clocks.
+``first step``. Where no rank left a line, the first three are one part, ``down``. In a loop of the
+user's own the four parts before the first step are one, ``start``. Times of other hosts are by
+their clocks.
 """
 
 import time
@@ -24,8 +25,6 @@ from shardwise.monitor.lines import read_lines
 from shardwise.monitor.record import Begin, End, Restart, read_ends
 from shardwise.processes import seconds_since_birth
 from shardwise.quantities import format_duration
-from shardwise.train.checks import metrics_path
-from shardwise.train.config import TrainConfig
 
 _TAIL_BYTES = 1 << 16
 
@@ -57,14 +56,18 @@ class Ending:
     errors_s: tuple[float, ...]
 
     @classmethod
-    def of(cls, config: TrainConfig) -> "Ending | None":
-        """Read it; None if there was no run. Call it before this run writes."""
-        path = metrics_path(config)
+    def of(cls, output: Path, path: Path) -> "Ending | None":
+        """Read it; None if there was no run. Call it before this run writes.
+
+        ``path`` has the run's lines of steps, ``output`` is the folder of its record.
+        """
         if not path.exists():
             return None
-        steps = [line["step"] for line in read_lines(path, _TAIL_BYTES) if "loss" in line]
-        cause, errors_s = _cause_of(config.output)
-        return cls(cause, max(steps, default=0), path.stat().st_mtime, errors_s)
+        steps = [line["step"] for line in read_lines(path, _TAIL_BYTES) if "step" in line]
+        cause, ends = _cause_of(output)
+        last = max([*steps, *(end.step for end in ends)], default=0)
+        errors_s = tuple(end.unix_s for end in ends if end.error and end.unix_s)
+        return cls(cause, last, path.stat().st_mtime, errors_s)
 
     def parts_s(self, begun_s: float) -> Mapping[str, float]:
         """Return the parts until this process was started at ``begun_s``."""
@@ -81,25 +84,35 @@ class Ending:
         return parts
 
 
-def _cause_of(output: Path) -> tuple[str, tuple[float, ...]]:
-    """Return who ended the run, in words, and when ranks raised errors."""
+def _cause_of(output: Path) -> tuple[str, list[End]]:
+    """Return who ended the run, in words, and what ranks have left of their ends."""
     with suppress(ConfigError, OSError):  # not observed, damaged, or of another version
         run = read_ends(output)
         ends = [line for line in run.end_lines.values() if isinstance(line, End)]
-        errors_s = tuple(line.unix_s for line in ends if line.error and line.unix_s)
         if (found := died(Evidence(run))) is not None:
-            return found.verdict, errors_s
+            return found.verdict, ends
         if len(ends) == len(run.end_lines):
-            return "it was stopped, or came to its end", errors_s
+            return "it was stopped, or came to its end", ends
         silent = sum(isinstance(line, Begin) for line in run.end_lines.values())
-        return f"{silent} of {len(run.end_lines)} ranks ended and left no error", errors_s
-    return "unknown, as there is no record of it to read (observe: true makes one)", ()
+        return f"{silent} of {len(run.end_lines)} ranks ended and left no error", ends
+    return "unknown, as there is no record of it to read (observe: true makes one)", []
 
 
-def recovery_of(ending: Ending, clock: StartClock, step: int, from_memory: bool) -> Restart:
-    """Return the verdict after the first step; ``step`` is the one that was loaded."""
-    parts_s = {**ending.parts_s(clock.begun_s), **clock.parts_s}
-    return Restart(step, ending.cause, max(0, ending.step - step), from_memory, parts_s)
+@dataclass(frozen=True)
+class Recovery:
+    """A run that goes on from ``step`` after one that ended, until its first step."""
+
+    ending: Ending
+    clock: StartClock
+    step: int
+    from_memory: bool
+
+    def verdict(self) -> Restart:
+        """Return the verdict; call it after the first step."""
+        self.clock.mark("first step")
+        parts_s = {**self.ending.parts_s(self.clock.begun_s), **self.clock.parts_s}
+        lost = max(0, self.ending.step - self.step)
+        return Restart(self.step, self.ending.cause, lost, self.from_memory, parts_s)
 
 
 def tell(restart: Restart, say: Callable[[str], None]) -> None:

@@ -1,0 +1,1 @@
+"""Checks of machines, network and folder before a run: `shardwise doctor --preflight`."""

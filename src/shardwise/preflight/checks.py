@@ -1,0 +1,335 @@
+"""What rank 0 makes of the rows: verdicts, with the nodes that differ from the others.
+
+Note [What counts as odd]
+~~~~~~~~~~~~~~~~~~~~~~~~~
+A run fails where nodes cannot reach each other, compute other bits, have other versions or do not
+share their folder. A node that is only slow, or has less memory than the others, is odd: at most
+half as fast as the median, or twice as late. Machines without a fault differ by less than that,
+also where another program takes part of a core.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Literal
+
+from shardwise.preflight.meeting import Row
+from shardwise.quantities import format_bytes
+
+Verdict = Literal["ok", "odd", "failed"]
+_TIMES = 2.0
+_LEAST_SHARED_BYTES = 1 << 30
+_MOST_SKEW_S = 0.5
+_LEAST_LATE_S = 1e-3  # round trips below are those of one machine, or of a busy core
+_SLOW_SYNC_S = 1.0
+# Kinds of file systems whose files are gone with what owns them.
+_NOT_DURABLE: tuple[tuple[tuple[str, ...], str, Verdict], ...] = (
+    (("tmpfs", "ramfs", "devtmpfs"), "host's memory", "failed"),
+    (("overlay", "aufs"), "container", "odd"),
+)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at; ``ranks`` are those that differ, or at which it failed."""
+
+    name: str
+    verdict: Verdict
+    text: str
+    ranks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Node:
+    """One node: its ranks, and what they found, as far as the preflight came."""
+
+    host: str
+    ranks: tuple[int, ...]
+    address: str
+    interface: str
+    device: str
+    processor: str
+    host_free_bytes: int
+    device_free_bytes: int | None = None
+    trip_s: float | None = None
+    offset_s: float | None = None  # of its clock, from that of the first node
+    flops: float | None = None  # of its slowest rank
+    link_bytes_per_s: float | None = None  # of the faster of its two links
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """What a preflight found; ``not_reached`` names the parts after one that failed."""
+
+    num_ranks: int
+    nodes: tuple[Node, ...]
+    checks: tuple[Check, ...]
+    not_reached: tuple[str, ...]
+    seconds: float
+
+    @property
+    def verdict(self) -> Verdict:
+        """The worst of the checks."""
+        found = {check.verdict for check in self.checks}
+        return "failed" if "failed" in found else "odd" if "odd" in found else "ok"
+
+    def to_json(self) -> Row:
+        """Return it for programs."""
+        return {"kind": "preflight", "verdict": self.verdict} | asdict(self)
+
+
+Rows = Sequence[Row]
+Kind = tuple[str, Verdict]  # a check's name, and its verdict if something is found
+_Shown = Callable[[float], str]
+
+
+class Judge:
+    """Rank 0's view: the rows of the parts so far, and what they say."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, Rows] = {}
+        self.nodes: list[list[int]] = []  # the ranks of each
+
+    def named(self, ranks: Sequence[int]) -> str:
+        """Return ranks for people, by host as far as hosts are known."""
+        hosts: dict[str, list[int]] = {}
+        for rank in ranks:
+            known = self.rows.get("nodes")
+            hosts.setdefault(known[rank]["host"] if known else "", []).append(rank)
+        parts = (f"{host} ({_numbers(of)})" if host else _numbers(of) for host, of in hosts.items())
+        return ", ".join(parts)
+
+    def judge_nodes(self, rows: Rows) -> Iterator[Check]:
+        """Compare versions, memory and settings of the ranks."""
+        for what in rows[0]["versions"]:
+            kind: Kind = f"version of {what}", "failed"
+            yield self._same(kind, [row["versions"][what] for row in rows])
+        yield self._same(("device", "odd"), [row["device"] for row in rows])
+        settings = [" ".join(f"{k}={v}" for k, v in row["settings"].items()) for row in rows]
+        yield self._same(("variables of NCCL and gloo", "odd"), settings)
+        for what in ("host", "device"):
+            free = _figures(rows, f"{what}_free_bytes")
+            yield from self._compare(f"free {what} memory", free, format_bytes)
+        shared = _figures(rows, "shared_memory_bytes")
+        small = [rank for rank, size in shared.items() if size < _LEAST_SHARED_BYTES]
+        if small:
+            text = f"{format_bytes(shared[small[0]])} is free in /dev/shm on {self.named(small)}; "
+            text += "NCCL, data loaders and copies of checkpoints in memory take more. Give a "
+            text += "container a larger one (--shm-size)"
+            yield Check("shared memory", "odd", text, tuple(small))
+
+    def judge_products(self, rows: Rows) -> Iterator[Check]:
+        """Find devices with wrong bits, with other bits than equal devices, and slow ones."""
+        equal: dict[str, list[int]] = {}  # the ranks whose devices are
+        for rank, node in enumerate(self.rows["nodes"]):
+            kind = f"{node['device']}, {node['processor']}, {node['versions']}"
+            equal.setdefault(kind, []).append(rank)
+        wrong = [rank for rank, row in enumerate(rows) if row["wrong"]]
+        other = [
+            ranks[n]
+            for ranks in equal.values()
+            for n in _others([rows[r]["digests"] for r in ranks])
+        ]
+        if wrong or other:
+            text = "; ".join(f"{self.named([r])}: {', '.join(rows[r]['wrong'])}" for r in wrong)
+            text = text or f"{self.named(other)} has other bits than most devices of its kind"
+            text = f"a matrix product is wrong: {text}. Take the device out and have it tested"
+            yield Check("products", "failed", text, tuple(wrong or other))
+        else:
+            yield Check("products", "ok", "every device has the bits that were known before")
+        for ranks in equal.values():
+            rates = {rank: rows[rank]["flops"] for rank in ranks}
+            yield from self._compare("speed of products", rates, _flops)
+
+    def judge_folder(self, rows: Rows) -> Iterator[Check]:
+        """Tell whether the folder outlives the nodes, and how long a durable write takes."""
+        refused = [rank for rank, row in enumerate(rows) if "refused" in row]
+        if refused:
+            text = f"{self.named(refused)} cannot write it: {rows[refused[0]]['refused']}"
+            yield Check("folder", "failed", text, tuple(refused))
+        for kinds, owner, verdict in _NOT_DURABLE:
+            gone = [rank for rank, row in enumerate(rows) if row.get("kind") in kinds]
+            if gone:
+                text = f"on {self.named(gone)} it lies on {rows[gone[0]]['kind']}: checkpoints are "
+                text += f"lost with the {owner}"
+                yield Check("folder", verdict, text, tuple(gone))
+        synced = _figures(rows, "sync_s")
+        yield from self._compare("durable write", synced, _milliseconds, late_from=_SLOW_SYNC_S)
+
+    def judge_shared(self, rows: Rows) -> Iterator[Check]:
+        """Tell whether all nodes see one folder, and whether a lock on one holds on the others."""
+        blind = [rank for rank, row in enumerate(rows) if row.get("unseen")]
+        free = [rank for rank, row in enumerate(rows) if not row.get("is_excluded", True)]
+        if blind:
+            text = f"{self.named(blind[:1])} does not see the files of "
+            text += f"{self.named(rows[blind[0]]['unseen'])}: the folder is not the same on all "
+            text += "nodes. Give a path on a file system that they share"
+            yield Check("shared folder", "failed", text, tuple(blind))
+        else:
+            yield Check("shared folder", "ok", "every node sees the files of all others")
+        if free:
+            text = (
+                f"a lock of rank 0 does not hold on {self.named(free)}: two runs could write one "
+            )
+            text += "folder. Mount it with locks (NFS: without nolock, Lustre: with flock)"
+            yield Check("lock", "odd", text, tuple(free))
+
+    def judge_ways(self, rows: Rows) -> Iterator[Check]:
+        """Find addresses that lead inward, and nodes that are closed, far or in another time."""
+        yield from self._judge_addresses(self.rows["nodes"])
+        ways = [(a, int(b), way) for a, row in enumerate(rows) for b, way in row["asked"].items()]
+        lost = [(a, b, way["error"]) for a, b, way in ways if "error" in way]
+        if lost:
+            ends = Counter(rank for a, b, _ in lost for rank in (a, b))
+            worst = [rank for rank, count in ends.items() if count == max(ends.values())]
+            a, b, why = lost[0]
+            text = f"{len(lost)} of the ways between nodes are closed, most of them at "
+            text += (
+                f"{self.named(worst)}; from {self.named([a])} to {self.named([b])}: {why}. Look "
+            )
+            text += "for a firewall, a wrong address or a link that is down"
+            yield Check("reachability", "failed", text, tuple(worst))
+        trips, offsets = self.trips()
+        yield from self._compare("round trip", trips, _milliseconds, late_from=_LEAST_LATE_S)
+        skewed = [rank for rank, offset in offsets.items() if abs(offset) > _MOST_SKEW_S]
+        text = f"clocks differ by {max(map(abs, offsets.values()), default=0.0):.2g} s at most"
+        if skewed:
+            text += f", on {self.named(skewed)}; times in logs cannot be compared: run NTP"
+        yield Check("clock", "odd" if skewed else "ok", text, tuple(skewed))
+
+    def _judge_addresses(self, nodes: Rows) -> Iterator[Check]:
+        inward = [rank for rank, row in enumerate(nodes) if _is_inward(row["address"])]
+        if inward and len({row["network"] for row in nodes}) > 1:
+            text = f"{self.named(inward)} would be reached at {nodes[inward[0]]['address']}, which "
+            text += "leads others to themselves: give torchrun --rdzv-endpoint the first node's "
+            yield Check("address", "failed", f"{text}address", tuple(inward))
+        # NCCL looks for interfaces itself.
+        by_name = (
+            []
+            if inward
+            else [
+                rank
+                for rank, row in enumerate(nodes)
+                if row["device"] == "cpu"
+                and not row["has_interface"]
+                and _is_inward(row["name_address"])
+            ]
+        )
+        if by_name:
+            row = nodes[by_name[0]]
+            text = f"the name of {self.named(by_name)} leads to {row['name_address']}, which gloo "
+            text += "takes as the address that others connect to: set GLOO_SOCKET_IFNAME="
+            text += row["interface"] or "the interface to the other nodes"
+            yield Check("address", "failed", text, tuple(by_name))
+
+    def trips(self) -> tuple[dict[int, float], dict[int, float]]:
+        """Return each node's median round trip, and its clock's offset from the first one's."""
+        trips, offsets = {}, {}
+        for a, row in enumerate(self.rows.get("reachability", ())):
+            heard = {int(b): way for b, way in row["asked"].items() if "error" not in way}
+            if heard:
+                trips[a] = median(way["trip_s"] for way in heard.values())
+            if a == 0:
+                offsets = {0: 0.0} | {b: way["offset_s"] for b, way in heard.items()}
+        return trips, offsets
+
+    def judge_group(self, rows: Rows) -> Iterator[Check]:
+        """Tell how long the process group took to open."""
+        slowest = max(row["seconds"] for row in rows)
+        yield Check("process group", "ok", f"{rows[0]['backend']}, open after {slowest:.2f} s")
+
+    def judge_axes(self, rows: Rows) -> Iterator[Check]:
+        """Compare the speeds and latencies of the groups of each axis."""
+        for name in rows[0]:
+            of_ranks = [row[name] for row in rows]
+            rates, trips = _figures(of_ranks, "bytes_per_s"), _figures(of_ranks, "latency_s")
+            yield from self._compare(f"axis {name}", rates, _per_second)
+            latency = f"latency of axis {name}"
+            yield from self._compare(latency, trips, _milliseconds, late_from=_LEAST_LATE_S)
+
+    def judge_links(self, rows: Rows) -> Iterator[Check]:
+        """Find nodes whose links to both neighbours are slow, or else slow links."""
+        rates = self.links()
+        best = {n: max(r for ends, r in rates.items() if n in ends) for e in rates for n in e}
+        firsts = {self.nodes[node][0]: rate for node, rate in best.items()}
+        for check in self._compare("links", firsts, _per_second):
+            slow = [ends for ends, rate in rates.items() if rate * _TIMES < median(rates.values())]
+            if check.verdict == "ok" and slow:
+                ranks = [self.nodes[node][0] for node in slow[0]]
+                text = f"{check.text}; {_per_second(rates[slow[0]])} between {self.named(ranks)}"
+                check = Check("links", "odd", text, tuple(ranks))
+            yield check
+
+    def links(self) -> dict[tuple[int, int], float]:
+        """Return the bytes per second of each link, by its nodes; the slower direction counts."""
+        rows = self.rows.get("links", ())
+        found: dict[tuple[int, int], float] = {}
+        for key in dict.fromkeys(key for row in rows for key in row):
+            a, b = map(int, key.split("-"))
+            ends = ([rows[rank].get(key, {}) for rank in self.nodes[node]] for node in (a, b))
+            found[a, b] = min(sum(row.get("bytes_per_s", 0.0) for row in end) for end in ends)
+        return found
+
+    def _same(self, kind: Kind, values: Sequence[str]) -> Check:
+        """Compare texts with the most frequent one."""
+        (name, verdict), other = kind, _others(values)
+        usual = Counter(values).most_common(1)[0][0] or "none"
+        if not other:
+            return Check(name, "ok", usual)
+        text = f"{self.named(other)}: {values[other[0]] or 'none'}; the others: {usual}"
+        return Check(name, verdict, text, tuple(other))
+
+    def _compare(
+        self, name: str, values: Mapping[int, float], shown: _Shown, late_from: float | None = None
+    ) -> Iterator[Check]:
+        """Compare figures with their median; see Note [What counts as odd].
+
+        More is better; or less, with ``late_from``, and what is below that is never odd.
+        """
+        if not values:
+            return
+        usual = median(values.values())
+        if late_from is None:
+            odd = [rank for rank, value in values.items() if value * _TIMES < usual]
+        else:
+            odd = [r for r, value in values.items() if value > max(usual * _TIMES, late_from)]
+        text = f"{shown(min(values.values()))} to {shown(max(values.values()))}"
+        if odd:
+            text += f"; {self.named(odd)}: {shown(values[odd[0]])}, the median is {shown(usual)}"
+        yield Check(name, "odd" if odd else "ok", text, tuple(odd))
+
+
+def _numbers(ranks: Sequence[int]) -> str:
+    """Return numbers of ranks for people, neighbours as a range."""
+    first, last = min(ranks), max(ranks)
+    if len(ranks) > 2 and last - first + 1 == len(ranks):
+        return f"ranks {first} to {last}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
+
+
+def _figures(rows: Rows, key: str) -> dict[int, float]:
+    return {rank: float(row[key]) for rank, row in enumerate(rows) if key in row}
+
+
+def _others(values: Sequence[object]) -> list[int]:
+    """Return the places of values that are not the most frequent one."""
+    texts = list(map(str, values))
+    usual = Counter(texts).most_common(1)[0][0]
+    return [place for place, text in enumerate(texts) if text != usual]
+
+
+def _is_inward(address: str) -> bool:
+    return address == "::1" or address.startswith("127.")
+
+
+def _per_second(num_bytes: float) -> str:
+    return f"{format_bytes(num_bytes)}/s"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.2f} ms"
+
+
+def _flops(rate: float) -> str:
+    return f"{rate / 1e9:,.0f} GFLOP/s"

@@ -1,0 +1,158 @@
+"""Connections between nodes: round trips and clocks, speeds of axes and of neighbours."""
+
+import socket
+import socketserver
+import struct
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.axes import DENSE, Axes
+from shardwise.bench.network import collective_starter
+from shardwise.comm.collectives import all_reduce_scalars
+from shardwise.mesh import DataAxes, axes_of
+from shardwise.preflight.meeting import Row
+
+Address = tuple[str, int]
+_CONNECT_S = 5.0
+_TIMES_ASKED = 7
+_AT_ONCE = 16
+_TIME = struct.Struct("<d")
+_SMALL_BYTES, _FIRST_BYTES, _MOST_BYTES = 4 << 10, 256 << 10, 64 << 20
+_NUM_CALLS = 5
+_CALL_S = 0.05  # a collective that takes so long shows the speed of its link
+
+
+class Echo:
+    """Answers whoever connects with the time of this node's clock, from a thread."""
+
+    def __init__(self, host: str, clock: Callable[[], float] = time.time) -> None:
+        class Handler(socketserver.BaseRequestHandler):
+            def handle(self) -> None:
+                self.request.settimeout(_CONNECT_S)
+                while self.request.recv(1):
+                    self.request.sendall(_TIME.pack(clock()))
+
+        family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
+        how = {"address_family": family, "daemon_threads": True, "request_queue_size": 128}
+        kind = type("Listener", (socketserver.ThreadingTCPServer,), how)
+        self._server: socketserver.ThreadingTCPServer = kind((host, 0), Handler)
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    @property
+    def port(self) -> int:
+        """The port that it listens on."""
+        return int(self._server.server_address[1])
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def ask_nodes(
+    addresses: Mapping[int, Address], clock: Callable[[], float] = time.time
+) -> dict[int, Row]:
+    """Ask the echoes of other nodes, by their first rank; return round trips and offsets of clocks.
+
+    ``offset_s`` is the other clock minus ours at the quickest of seven round trips; its error is at
+    most half of that (RFC 5905, section 8). A node that cannot be reached has an ``error``.
+    """
+
+    def ask(address: Address) -> Row:
+        try:
+            with socket.create_connection(address, _CONNECT_S) as link:
+                link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                return min((_ask_once(link, clock) for _ in range(_TIMES_ASKED)), key=_trip)
+        except OSError as error:
+            return {"error": error.strerror or str(error)}
+
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        return dict(zip(addresses, pool.map(ask, addresses.values()), strict=True))
+
+
+def _ask_once(link: socket.socket, clock: Callable[[], float]) -> Row:
+    began_s, sent_at = time.perf_counter(), clock()
+    link.sendall(b"?")
+    (told,) = _TIME.unpack(link.recv(_TIME.size, socket.MSG_WAITALL).ljust(_TIME.size, b"\0"))
+    trip_s = time.perf_counter() - began_s
+    return {"trip_s": trip_s, "offset_s": told - (sent_at + trip_s / 2)}
+
+
+def _trip(row: Row) -> float:
+    return float(row["trip_s"])
+
+
+def measure_axes(axes: Axes, device: torch.device) -> Row:
+    """Return the latency and speed of an all-gather along each axis of several ranks.
+
+    Every rank calls it together. Speeds are bytes that a rank receives in a second.
+    """
+    found = {}
+    for name in DENSE:
+        if getattr(axes, name) > 1:
+            found[name] = _measure(axes_of(axes[name]), device)
+    return found
+
+
+def measure_neighbours(nodes: Sequence[Sequence[int]], device: torch.device) -> Row:
+    """Return the speed of the links between this rank's node and those next to it in a ring.
+
+    ``nodes`` are the ranks of each node. Ranks with the same place on two nodes form a pair, and
+    all pairs of a round work at once. A slow node has two slow links, a slow link has two ends.
+    Every rank calls it together. The keys are two numbers of nodes, such as "0-1".
+    """
+    found: Row = {}
+    for pairs in rounds_of(len(nodes)):
+        links = [
+            (f"{a}-{b}", both)
+            for a, b in pairs
+            for both in zip(nodes[a], nodes[b], strict=False)  # some may have fewer ranks
+        ]
+        ranks = torch.tensor([list(both) for _, both in links])
+        mesh = DeviceMesh(device.type, ranks, mesh_dim_names=("replicate", "shard"))
+        if (place := mesh.get_coordinate()) is not None:
+            found[links[place[0]][0]] = _measure(axes_of(mesh["shard"]), device)
+    return found
+
+
+def rounds_of(num_nodes: int) -> list[list[tuple[int, int]]]:
+    """Return the rounds in which each of some nodes meets the next one, around a ring.
+
+    Within a round each node is in one pair at most.
+    """
+    if num_nodes < 3:
+        return [[(0, 1)]] if num_nodes == 2 else []
+    ring = [(n, n + 1) for n in range(num_nodes - 1)]
+    rounds = [ring[::2], ring[1::2]]
+    closing = (num_nodes - 1, 0)
+    if num_nodes % 2:
+        return [*rounds, [closing]]
+    return [rounds[0], [*rounds[1], closing]]
+
+
+def _measure(axes: DataAxes, device: torch.device) -> Row:
+    axis = axes.shard
+    found = {"latency_s": _best_s(axes, device, _SMALL_BYTES, _NUM_CALLS)}
+    payload = _FIRST_BYTES
+    # The ranks of the axis decide together: a slow link gets less to carry.
+    mean_s = all_reduce_scalars([_best_s(axes, device, payload, 1)], axis.group)[0] / axis.size
+    while payload < _MOST_BYTES and mean_s * payload / _FIRST_BYTES < _CALL_S:
+        payload *= 2
+    received = payload * (axis.size - 1) / axis.size
+    return found | {"bytes_per_s": received / _best_s(axes, device, payload, _NUM_CALLS)}
+
+
+def _best_s(axes: DataAxes, device: torch.device, payload: int, num_calls: int) -> float:
+    start, best_s = collective_starter(axes, device, "all_gather", payload), float("inf")
+    for _ in range(1 + num_calls):  # the first one opens connections
+        began_s = time.perf_counter()
+        start().wait()
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        best_s = min(best_s, time.perf_counter() - began_s)
+    return best_s

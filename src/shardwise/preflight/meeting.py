@@ -1,0 +1,111 @@
+"""Rows that ranks exchange through a store, before they have a process group.
+
+A process group that cannot be opened rarely says which rank is missing. Here rank 0 collects the
+rows, so it knows who did not come in time, and tells the other ranks how it goes on.
+"""
+
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from shardwise.errors import CollectiveError
+from shardwise.train.launch import RankPlace
+
+Row = dict[str, Any]  # JSON
+_GOODBYE_S = 10.0
+
+
+class MissingRanksError(CollectiveError):
+    """Some ranks did not come to a meeting in time; ``ranks`` are their numbers."""
+
+    def __init__(self, message: str, ranks: Sequence[int]) -> None:
+        """Keep the ranks."""
+        super().__init__(message)
+        self.ranks = ranks
+
+
+class Meeting:
+    """The exchanges of one rank with rank 0; ``timeout_s`` is how long a rank may be late."""
+
+    def __init__(self, store: dist.Store, place: RankPlace, timeout_s: float) -> None:
+        self.store = dist.PrefixStore("shardwise/preflight", store)
+        self.place = place
+        self.timeout_s = timeout_s
+        self._late: list[int] = []
+
+    def gather(self, name: str, row: Row) -> list[Row] | None:
+        """Send this rank's row; return all rows in rank order on rank 0, None on the others.
+
+        **Raises** MissingRanksError on rank 0.
+        """
+        self.store.set(f"{name}/{self.place.rank}", json.dumps(row))
+        if self.place.rank:
+            return None
+        keys = [f"{name}/{rank}" for rank in range(self.place.world_size)]
+        try:
+            self.store.wait(keys, timedelta(seconds=self.timeout_s))
+        except RuntimeError:
+            self._late = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+            if self._late:
+                text = f"nothing came from them within {self.timeout_s:g} s"
+                raise MissingRanksError(text, self._late) from None
+        return [json.loads(self.store.get(key)) for key in keys]
+
+    def tell(self, name: str, what: Row | None) -> Row:
+        """Send what rank 0 gives to all; return it.
+
+        **Raises** CollectiveError on a rank that hears nothing from rank 0.
+        """
+        key = f"{name}/told"
+        if not self.place.rank:
+            self.store.set(key, json.dumps(what))
+        try:
+            # Rank 0 may have waited for another one until the end of its own time.
+            self.store.wait([key], timedelta(seconds=2 * self.timeout_s + _GOODBYE_S))
+            return dict(json.loads(self.store.get(key)))
+        except RuntimeError as error:
+            raise CollectiveError(
+                f"preflight: rank {self.place.rank} heard nothing from rank 0, which judges what "
+                f"the ranks find, in the part '{name}': {error}. Look at the log of rank 0"
+            ) from None
+
+    def leave(self) -> None:
+        """Let rank 0, which may hold the store, wait until the others need it no more."""
+        num_left = self.store.add("left", 1)
+        if self.place.rank == 0:
+            num = self.place.world_size - len(self._late)
+            until_s = time.monotonic() + _GOODBYE_S
+            while num_left < num and time.monotonic() < until_s:
+                time.sleep(0.05)
+                num_left = self.store.add("left", 0)
+
+
+def open_store(environment: Mapping[str, str], place: RankPlace, timeout_s: float) -> dist.Store:
+    """Connect to the store that the launcher's variables name; rank 0 opens it if no agent has.
+
+    No rank waits here for the others. **Raises** CollectiveError with the address.
+    """
+    if place.world_size == 1:
+        return dist.HashStore()
+    host, port = environment.get("MASTER_ADDR", "?"), environment.get("MASTER_PORT", "0")
+    is_agents = environment.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    try:
+        return dist.TCPStore(
+            host,
+            int(port),
+            is_master=place.rank == 0 and not is_agents,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise CollectiveError(
+            f"preflight: rank {place.rank} on {os.uname().nodename} cannot reach the store at "
+            f"{host}:{port} (MASTER_ADDR, MASTER_PORT), where ranks meet: {error}. Check that the "
+            "name leads to an address of the first node, and that no firewall closes the port"
+        ) from None

@@ -1,0 +1,247 @@
+"""The parts of a preflight in their order, as every rank goes through them."""
+
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from shardwise.axes import Axes
+from shardwise.device import local_device
+from shardwise.preflight.checks import Check, Judge, Node, Preflight, Rows, Verdict
+from shardwise.preflight.links import Echo, ask_nodes, measure_axes, measure_neighbours
+from shardwise.preflight.meeting import Meeting, MissingRanksError, Row
+from shardwise.preflight.node import Folder, Multiply, check_products, describe_node
+from shardwise.train.setup import join_ranks
+
+_LATE = "not done after"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What to look at: the axes of the run and its folder; how long a rank, or a file, may be late.
+
+    ``multiply`` and ``clock`` are the product and the clock under test.
+    """
+
+    axes: Axes
+    folder: Path | None
+    timeout_s: float = 60.0
+    file_s: float = 30.0  # nfs(5), acdirmin: so long a client may not see a new name
+    multiply: Multiply = torch.matmul
+    clock: Callable[[], float] = time.time
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One part: what each rank does, and what rank 0 makes of the rows."""
+
+    name: str
+    work: Callable[[], Row]
+    judge: Callable[[Rows], Iterable[Check]]
+    must_pass: bool = False  # the parts after it would fail too, or hang
+
+
+def preflight(
+    meeting: Meeting,
+    asked: Asked,
+    environment: Mapping[str, str],
+    progress: Callable[[str, float], None] = lambda label, share: None,
+) -> tuple[Verdict, Preflight | None]:
+    """Look at machines, network and folder; every rank calls it together, before any group exists.
+
+    Rank 0 returns what was found, the others only the verdict. ``environment`` has the launcher's
+    variables.
+
+    **State** makes and removes small files in the folder, joins and leaves the process group.
+
+    **Cost** a few seconds; about 150 MiB on each device.
+
+    **Raises** CollectiveError on a rank that hears nothing from rank 0.
+    """
+    began_s = time.monotonic()
+    with ExitStack() as leaving:
+        leaving.callback(meeting.leave)
+        rank = _Rank(meeting, asked, environment, leaving)
+        found: list[Check] = []
+        parts = rank.parts()
+        for number, part in enumerate(parts):
+            progress(part.name, number / len(parts))
+            found += rank.go_through(part)
+            if rank.told["ends"]:
+                break
+        if meeting.place.rank:
+            verdict: Verdict = meeting.tell("verdict", None)["verdict"]
+            return verdict, None
+        not_reached = tuple(part.name for part in parts[number + 1 :])
+        report = Preflight(
+            meeting.place.world_size,
+            rank.nodes_found(),
+            tuple(found),
+            not_reached,
+            time.monotonic() - began_s,
+        )
+        meeting.tell("verdict", {"verdict": report.verdict})
+        return report.verdict, report
+
+
+class _Rank:
+    """One rank in a preflight; ``told`` is what rank 0 has said, and ``judge`` its view."""
+
+    def __init__(
+        self, meeting: Meeting, asked: Asked, environment: Mapping[str, str], leaving: ExitStack
+    ) -> None:
+        self.told: Row = {}
+        self.judge = Judge()
+        self._meeting, self._asked, self._place = meeting, asked, meeting.place
+        self._environment, self._leaving = environment, leaving
+        self._device = local_device(self._place.local_rank)
+        self._folder: Folder | None = None
+
+    def parts(self) -> list[_Part]:
+        """Return the parts in their order."""
+        judge = self.judge
+        found = [
+            _Part("nodes", self._describe, judge.judge_nodes),
+            _Part("products", self._multiply, judge.judge_products),
+        ]
+        if self._asked.folder is not None:
+            found.append(_Part("folder", self._write, judge.judge_folder))
+            found.append(_Part("shared folder", self._look, judge.judge_shared))
+        if self._place.world_size > 1:
+            found += [
+                _Part("reachability", self._ask, judge.judge_ways, must_pass=True),
+                _Part("process group", self._join, judge.judge_group),
+                _Part("axes", self._measure_axes, judge.judge_axes),
+                _Part("links", self._measure_links, judge.judge_links),
+            ]
+        return found
+
+    def go_through(self, part: _Part) -> list[Check]:
+        """Do one part together with the other ranks; return its checks on rank 0."""
+        row = _within(self._asked.timeout_s, part.work)
+        if self._place.rank:
+            self._meeting.gather(part.name, row)
+            self.told = self._meeting.tell(part.name, None)
+            return []
+        try:
+            rows = self._meeting.gather(part.name, row) or []
+            failed = [rank for rank, row in enumerate(rows) if "error" in row]
+            # An error says more than that a rank was not done.
+            errors = sorted((rows[n]["error"] for n in failed), key=lambda e: e.startswith(_LATE))
+        except MissingRanksError as error:
+            failed, errors = list(error.ranks), [f"{error}. Look at the log of that rank"]
+        if failed:
+            text = f"{self.judge.named(failed)}: {errors[0]}"
+            found = [Check(part.name, "failed", text, tuple(failed))]
+        else:
+            self.judge.rows[part.name] = rows
+            found = list(part.judge(rows))
+        is_bad = part.must_pass and any(check.verdict == "failed" for check in found)
+        self.told = self._meeting.tell(part.name, self._news() | {"ends": bool(failed) or is_bad})
+        return found
+
+    # -- what this rank does
+    def _describe(self) -> Row:
+        row = describe_node(self._device, self._environment)
+        if self._place.local_rank == 0:
+            echo = self._leaving.enter_context(closing(Echo(row["address"], self._asked.clock)))
+            row["echo"] = [row["address"], echo.port]
+        return row | {"is_first": self._place.local_rank == 0}
+
+    def _multiply(self) -> Row:
+        return check_products(self._device, self._asked.multiply)
+
+    def _write(self) -> Row:
+        if self._place.local_rank or self._asked.folder is None:
+            return {}
+        self._folder = Folder(self._asked.folder, self.told["token"])
+        self._leaving.callback(self._folder.clear, self._place.rank)
+        return self._folder.write(self._place.rank)
+
+    def _look(self) -> Row:
+        if self._folder is None or self._place.rank not in self.told["wrote"]:
+            return {}
+        timeout_s = min(self._asked.file_s, self._asked.timeout_s / 2)
+        return self._folder.look(self._place.rank, self.told["wrote"], timeout_s)
+
+    def _ask(self) -> Row:
+        if self._place.local_rank:
+            return {"asked": {}}
+        others = {int(rank): tuple(at) for rank, at in self.told["echoes"].items()}
+        others.pop(self._place.rank)
+        return {"asked": ask_nodes(others, self._asked.clock)}
+
+    def _join(self) -> Row:
+        began_s = time.monotonic()
+        store = dist.PrefixStore("group", self._meeting.store)
+        joined = join_ranks(self._place, None, store, self._asked.timeout_s)
+        self._leaving.enter_context(joined)
+        return {"seconds": time.monotonic() - began_s, "backend": str(dist.get_backend())}
+
+    def _measure_axes(self) -> Row:
+        return measure_axes(self._asked.axes.over(self._place.world_size), self._device)
+
+    def _measure_links(self) -> Row:
+        return measure_neighbours(self.told["nodes"], self._device)
+
+    # -- what rank 0 makes of it
+    def _news(self) -> Row:
+        """Return what the next part needs: nodes, their echoes, a name and who wrote files."""
+        facts = self.judge.rows.get("nodes", ())
+        if not self.judge.nodes:
+            self._token = uuid.uuid4().hex[:12]
+            for rank, row in enumerate(facts):
+                if row["is_first"]:
+                    self.judge.nodes.append([])
+                self.judge.nodes[-1].append(rank)
+        wrote = [n for n, row in enumerate(self.judge.rows.get("folder", ())) if "sync_s" in row]
+        echoes = {rank: row["echo"] for rank, row in enumerate(facts) if "echo" in row}
+        news = {"nodes": self.judge.nodes, "echoes": echoes, "token": self._token}
+        return news | {"wrote": wrote}
+
+    def nodes_found(self) -> tuple[Node, ...]:
+        """Return the nodes with all that is known of them."""
+        rows, (trips, offsets), links = self.judge.rows, self.judge.trips(), self.judge.links()
+        found = []
+        for number, ranks in enumerate(self.judge.nodes):
+            facts = rows["nodes"][ranks[0]]
+            speeds = [value for ends, value in links.items() if number in ends]
+            flops = [rows["products"][rank]["flops"] for rank in ranks if "products" in rows]
+            names = "host", "address", "interface", "device", "processor", "host_free_bytes"
+            found.append(
+                Node(
+                    ranks=tuple(ranks),
+                    **{name: facts[name] for name in names},
+                    device_free_bytes=facts.get("device_free_bytes"),
+                    trip_s=trips.get(ranks[0]),
+                    offset_s=offsets.get(ranks[0]),
+                    flops=min(flops, default=None),
+                    link_bytes_per_s=max(speeds, default=None),
+                )
+            )
+        return tuple(found)
+
+
+def _within(limit_s: float, work: Callable[[], Row]) -> Row:
+    """Return the row of ``work``, or one with its error, or that it was not done in time.
+
+    A call that hangs in a library cannot be ended: its thread stays until the process ends.
+    """
+    found: list[Row] = []
+
+    def attempt() -> None:
+        try:
+            found.append(work())
+        except Exception as error:  # the preflight ends and shows it
+            found.append({"error": f"{type(error).__name__}: {error}"})
+
+    thread = threading.Thread(target=attempt, name="shardwise-preflight", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    return found[0] if found else {"error": f"{_LATE} {limit_s:g} s"}
