@@ -20,9 +20,10 @@ from shardwise.axes import Axes
 from shardwise.cli.main import app
 from shardwise.errors import CollectiveError
 from shardwise.preflight import node, run
+from shardwise.preflight.checks import Judge
 from shardwise.preflight.links import Echo, rounds_of
 from shardwise.preflight.meeting import Meeting, open_store
-from shardwise.preflight.run import Asked, preflight
+from shardwise.preflight.run import Request, preflight
 from shardwise.train.launch import RankPlace
 
 SIZE = 3
@@ -68,8 +69,8 @@ def fly(rank: int, world: int, folder: Path) -> dict[str, Any]:
         meeting = Meeting(dist.PrefixStore(name, store), place, timeout_s)
         mine = fault if rank == ODD else {}
         where, variables = mine.pop("folder", folder), mine.pop("environment", {})
-        asked = Asked(Axes(pp=pp), where, timeout_s, file_s, **mine)
-        verdict, found = preflight(meeting, asked, HERE | variables)
+        request = Request(Axes(pp=pp), where, timeout_s, file_s, **mine)
+        verdict, found = preflight(meeting, request, HERE | variables)
         return {"verdict": verdict} if found is None else found.to_json()
 
     reports = {
@@ -79,6 +80,7 @@ def fly(rank: int, world: int, folder: Path) -> dict[str, Any]:
         "odd": look("odd", clock=lambda: time.time() + 3600, environment={"NCCL_DEBUG": "INFO"}),
     }
     node.boot_id = lambda: str(rank)  # as if each rank had a machine of its own
+    node.own_address = lambda seen_from: "127.0.0.1"  # which none of them can leave
     reports["address"] = look("address")
     if rank == ODD:
         node.__version__, node.available_host_bytes = "0.0.1", lambda: 1 << 20
@@ -121,7 +123,7 @@ def test_ranks_without_a_fault_may_begin_and_every_figure_is_there(
         ("odd", "odd", "clock", "3.6e+03 s"),
         ("odd", "odd", "variables of NCCL and gloo", "NCCL_DEBUG=INFO"),
         ("product", "failed", "products", "1 of 1,048,576 elements in torch.float32"),
-        ("bits", "failed", "products", "other bits than most devices"),
+        ("bits", "failed", "products", "other bits than on equal devices"),
         ("bits", "failed", "folder", "/proc/none: No such file or directory"),
         ("several", "failed", "version of shardwise", "0.0.1, code"),
         ("several", "odd", "free host memory", "1 MiB, the median is"),
@@ -168,8 +170,80 @@ def test_what_would_hang_is_not_tried(reports: list[dict[str, Any]]) -> None:
 
 def test_nothing_is_left_in_the_folder(tmp_path: Path) -> None:
     told = CliRunner().invoke(app, ["doctor", "--preflight", f"--folder={tmp_path}", "--json"])
-    assert told.exit_code == 0 and json.loads(told.stdout)["num_ranks"] == 1
+    # A container's folder and its small /dev/shm are odd.
+    assert told.exit_code in (0, 1) and json.loads(told.stdout)["num_ranks"] == 1
     assert not list(tmp_path.iterdir())
+    wrong = CliRunner().invoke(app, ["doctor", "--preflight", "--folder=/etc/hosts/x", "--json"])
+    (check,) = [c for c in json.loads(wrong.stdout)["checks"] if c["name"] == "folder"]
+    assert wrong.exit_code == 2 and check["text"].endswith("Not a directory")
+    made = tmp_path / "new"
+    CliRunner().invoke(app, ["doctor", "--preflight", f"--folder={made}"])
+    assert not made.exists()
+
+
+def judge_of(num_nodes: int) -> Judge:
+    judge = Judge()
+    judge.rows["nodes"] = [
+        {"host": f"node{n}", "device": "cpu", "processor": "", "versions": ""}
+        for n in range(num_nodes)
+    ]
+    judge.nodes = [[n] for n in range(num_nodes)]
+    return judge
+
+
+def product(digest: str = "a", flops: float = 1e9) -> dict[str, Any]:
+    return {"wrong": [], "digests": digest, "flops": flops}
+
+
+@pytest.mark.parametrize(
+    ("part", "rows", "name", "expected"),
+    [
+        ("judge_products", [product(), product(), product("b")], "products", ("failed", (2,))),
+        ("judge_products", [product(), product("b")], "products", ("failed", (0, 1))),  # a tie
+        (
+            "judge_products",
+            [product(flops=rate) for rate in (1e9, 4e8, 1e9)],
+            "speed of products",
+            ("odd", (1,)),
+        ),
+        ("judge_folder", [{"kind": "ext4", "sync_s": s} for s in (0.1, 0.1, 0.9)], "durable write",
+            ("ok", ())),
+        ("judge_folder", [{"kind": "ext4", "sync_s": s} for s in (0.1, 0.1, 2.0)], "durable write",
+            ("odd", (2,))),
+        ("judge_folder", [{"kind": "ext4"}, {"kind": "tmpfs"}], "folder", ("odd", (1,))),
+        ("judge_shared", [{"unseen": [], "is_excluded": rank < 2} for rank in range(3)], "lock",
+            ("odd", (2,))),
+        ("judge_axes", [{"tp": {"bytes_per_s": rate, "latency_s": 1e-4}} for rate in (9, 9, 9, 4)],
+            "axis tp", ("odd", (3,))),
+        ("judge_axes", [{"tp": {"bytes_per_s": 9, "latency_s": s}} for s in (0.1, 0.1, 0.3)],
+            "latency of axis tp", ("odd", (2,))),
+    ],
+)  # fmt: skip
+def test_what_differs_from_the_median_or_the_majority_is_named(
+    part: str, rows: list[dict[str, Any]], name: str, expected: tuple[str, tuple[int, ...]]
+) -> None:
+    checks = list(getattr(judge_of(len(rows)), part)(rows))
+    (found,) = [check for check in checks if check.name == name]
+    assert (found.verdict, found.ranks) == expected, found
+
+
+def test_both_links_of_a_slow_node_are_slow_and_a_slow_link_has_two_ends() -> None:
+    for slow, expected in (((0, 1), (1,)), ((1,), (1, 2))):  # links by number: 0-1, 1-2, 2-3, 3-0
+        judge, rows = judge_of(4), [dict[str, Any]() for _ in range(4)]
+        for number in range(4):
+            rate = {"bytes_per_s": 1.0 if number in slow else 9.0}
+            for end in (number, (number + 1) % 4):
+                rows[end][f"{number}-{(number + 1) % 4}"] = rate
+        judge.rows["links"] = rows
+        (check,) = judge.judge_links(rows)
+        assert (check.verdict, check.ranks) == ("odd", expected), check
+
+
+def test_a_clock_is_compared_with_the_median_of_all_and_not_with_the_first() -> None:
+    judge = judge_of(3)
+    ways = {str(rank): {"trip_s": 1e-4, "offset_s": 100.0} for rank in (1, 2)}
+    judge.rows["reachability"] = [{"asked": ways}, {"asked": {}}, {"asked": {}}]
+    assert judge.trips()[1] == {0: -100.0, 1: 0.0, 2: 0.0}
 
 
 def test_a_store_that_cannot_be_reached_is_named_with_its_address() -> None:

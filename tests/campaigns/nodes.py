@@ -62,7 +62,9 @@ def judge(report: dict[str, Any], fault: str, at: list[int], per_node: int) -> s
     seen = {c["name"]: c for c in report["checks"] if c["verdict"] != "ok"}
     name, verdict, _ = SHOWN.get(fault, ("", "", 0))
     check = seen.pop(name, {"verdict": "", "ranks": []})
-    if fault != "none" and (check["verdict"] != verdict or not set(check["ranks"]) <= set(ranks)):
+    named = set(check["ranks"])
+    is_right = named == set(ranks) if fault in ("closed", "name") else named <= set(ranks)
+    if fault != "none" and (check["verdict"] != verdict or not named or not is_right):
         return f"{fault} at nodes {at}: found {check}, expected {verdict} at ranks {ranks}"
     left = {other for other in seen if not other.startswith(OF_SPEED)}
     return f"{fault}: {left} was found too" if left else ""

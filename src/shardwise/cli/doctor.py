@@ -63,6 +63,11 @@ def doctor(
         from shardwise.cli.preflight import look_ahead
 
         return look_ahead(context, run, folder, ranks, axes, timeout, as_json)
+    stray = [
+        name for name, value in (("folder", folder), ("ranks", ranks), ("axes", axes)) if value
+    ]
+    if stray:
+        raise ConfigError(f"flag --{stray[0]}: it is of a preflight; add --preflight")
     if run is None or not run.is_dir():
         raise ConfigError(f"{run or 'run'}: there is no such folder; name an observed run's output")
     record = read_run(run)

@@ -50,13 +50,13 @@ def look_ahead(
         if num_ranks > 1:
             return launch_local_ranks(["doctor", *context.meta["arguments"]], num_ranks)
         from shardwise.preflight.meeting import Meeting, open_store
-        from shardwise.preflight.run import Asked, preflight
+        from shardwise.preflight.run import Request, preflight
 
         place = place or RankPlace(0, 1, 0, 1)
         meeting = Meeting(open_store(os.environ, place, timeout_s), place, timeout_s)
-        asked = Asked(degrees, folder, timeout_s)
+        request = Request(degrees, folder, timeout_s)
         with share_bar(place.rank == 0) as progress:
-            verdict, found = preflight(meeting, asked, os.environ, progress)
+            verdict, found = preflight(meeting, request, os.environ, progress)
         if found is not None and as_json:
             print_json(found.to_json())
         elif found is not None:
@@ -87,9 +87,7 @@ def _show(found: Preflight) -> None:
         line = Text.assemble((f"{check.verdict:>6} ", _LOOKS[check.verdict]), f" {check.name}: ")
         console.print(line.append(printable(check.text)), soft_wrap=True)
     if found.not_reached:
-        console.print(
-            Text(f"not looked at, as they would fail too: {', '.join(found.not_reached)}")
-        )
+        console.print(Text(f"not looked at after this: {', '.join(found.not_reached)}"))
     nodes = "one node" if len(found.nodes) == 1 else f"{len(found.nodes)} nodes"
     said = {
         "ok": "nothing was found: the run can begin",

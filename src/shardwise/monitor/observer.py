@@ -106,12 +106,17 @@ def observe(
             "train` and callbacks observe it themselves"
         )
     done, folder = first_step - 1, None if output is None else Path(output)
-    # Before the ranks meet: then each removes its own lines of these steps.
-    recovery = None if folder is None or resumed is None else _recovery(folder, resumed)
     control = parts.first.open_control()
     hosts = [row.decode() for row in exchange_any(control, socket.gethostname().encode())]
     facts = facts_of(model, optimizers, hosts, flops_per_token)
-    rank = control.rank
+    rank, recoveries = control.rank, list[Recovery | None]()
+
+    def look_back() -> None:
+        if folder is not None and resumed is not None and rank == 0:
+            recoveries.append(_recovery(folder, resumed))
+
+    if resumed is not None:  # before any rank removes its lines of these steps
+        on_all_ranks(control, look_back)
 
     def open_files() -> Outputs:
         shared = folder / FOLDER if folder is not None and rank == 0 else None
@@ -129,16 +134,15 @@ def observe(
 
     outputs = on_all_ranks(control, open_files)  # an error of one rank is raised on all
     gatherer = Gatherer(control, facts, outputs, every, parts.comm.device)
-    recovery = recovery if rank == 0 else None
+    recovery = next(iter(recoveries), None)
     return Observation(parts, optimizers, facts, gatherer, done, detail_every, recovery)
 
 
 def _step_after(resumed: Loaded, first_step: int) -> int:
-    if resumed.step is None or first_step != 1:
-        raise ConfigError(
-            f"resumed={resumed.path} is of step {resumed.step}, first_step={first_step}: "
-            "give one of them, and resumed only if it says its step"
-        )
+    if resumed.step is None:
+        raise ConfigError(f"resumed={resumed.path}: it does not say its step; give first_step")
+    if first_step != 1:
+        raise ConfigError(f"resumed= is of step {resumed.step}: leave out first_step={first_step}")
     return resumed.step + 1
 
 
@@ -305,6 +309,8 @@ class Observation:
         self._num_observed += 1
         number = self._num_observed
         if self._recovery is not None and number == 1:
+            if self._parts.comm.device.type != "cpu":  # the step ends there
+                torch.accelerator.synchronize(self._parts.comm.device)
             restart = self._recovery.verdict()
             tell(restart, _LOG.warning)
             self.note(restart)

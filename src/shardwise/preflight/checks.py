@@ -5,7 +5,8 @@ Note [What counts as odd]
 A run fails where nodes cannot reach each other, compute other bits, have other versions or do not
 share their folder. A node that is only slow, or has less memory than the others, is odd: at most
 half as fast as the median, or twice as late. Machines without a fault differ by less than that,
-also where another program takes part of a core.
+also where another program takes part of a core. Where no value is more frequent than all others,
+every rank is named, as nobody knows which is right.
 """
 
 from collections import Counter
@@ -15,6 +16,7 @@ from statistics import median
 from typing import Literal
 
 from shardwise.preflight.meeting import Row
+from shardwise.preflight.node import is_loopback
 from shardwise.quantities import format_bytes
 
 Verdict = Literal["ok", "odd", "failed"]
@@ -25,7 +27,7 @@ _LEAST_LATE_S = 1e-3  # round trips below are those of one machine, or of a busy
 _SLOW_SYNC_S = 1.0
 # Kinds of file systems whose files are gone with what owns them.
 _NOT_DURABLE: tuple[tuple[tuple[str, ...], str, Verdict], ...] = (
-    (("tmpfs", "ramfs", "devtmpfs"), "host's memory", "failed"),
+    (("tmpfs", "ramfs", "devtmpfs"), "host's memory", "odd"),
     (("overlay", "aufs"), "container", "odd"),
 )
 
@@ -53,7 +55,7 @@ class Node:
     host_free_bytes: int
     device_free_bytes: int | None = None
     trip_s: float | None = None
-    offset_s: float | None = None  # of its clock, from that of the first node
+    offset_s: float | None = None  # of its clock, from the median
     flops: float | None = None  # of its slowest rank
     link_bytes_per_s: float | None = None  # of the faster of its two links
 
@@ -131,13 +133,14 @@ class Judge:
             for ranks in equal.values()
             for n in _others([rows[r]["digests"] for r in ranks])
         ]
-        if wrong or other:
-            text = "; ".join(f"{self.named([r])}: {', '.join(rows[r]['wrong'])}" for r in wrong)
-            text = text or f"{self.named(other)} has other bits than most devices of its kind"
-            text = f"a matrix product is wrong: {text}. Take the device out and have it tested"
-            yield Check("products", "failed", text, tuple(wrong or other))
+        texts = [f"{self.named([r])}: {', '.join(rows[r]['wrong'])}" for r in wrong]
+        if other:
+            texts.append(f"{self.named(other)}: other bits than on equal devices")
+        if texts:
+            text = f"a matrix product is wrong: {'; '.join(texts)}. Have the device tested"
+            yield Check("products", "failed", text, tuple(sorted({*wrong, *other})))
         else:
-            yield Check("products", "ok", "every device has the bits that were known before")
+            yield Check("products", "ok", "all are exact, and equal devices agree to the bit")
         for ranks in equal.values():
             rates = {rank: rows[rank]["flops"] for rank in ranks}
             yield from self._compare("speed of products", rates, _flops)
@@ -166,8 +169,8 @@ class Judge:
             text += f"{self.named(rows[blind[0]]['unseen'])}: the folder is not the same on all "
             text += "nodes. Give a path on a file system that they share"
             yield Check("shared folder", "failed", text, tuple(blind))
-        else:
-            yield Check("shared folder", "ok", "every node sees the files of all others")
+        elif (num := sum("unseen" in row for row in rows)) > 1:
+            yield Check("shared folder", "ok", f"{num} nodes see the files of each other")
         if free:
             text = (
                 f"a lock of rank 0 does not hold on {self.named(free)}: two runs could write one "
@@ -199,24 +202,21 @@ class Judge:
         yield Check("clock", "odd" if skewed else "ok", text, tuple(skewed))
 
     def _judge_addresses(self, nodes: Rows) -> Iterator[Check]:
-        inward = [rank for rank, row in enumerate(nodes) if _is_inward(row["address"])]
-        if inward and len({row["network"] for row in nodes}) > 1:
-            text = f"{self.named(inward)} would be reached at {nodes[inward[0]]['address']}, which "
-            text += "leads others to themselves: give torchrun --rdzv-endpoint the first node's "
-            yield Check("address", "failed", f"{text}address", tuple(inward))
-        # NCCL looks for interfaces itself.
-        by_name = (
-            []
-            if inward
-            else [
-                rank
-                for rank, row in enumerate(nodes)
-                if row["device"] == "cpu"
-                and not row["has_interface"]
-                and _is_inward(row["name_address"])
-            ]
-        )
-        if by_name:
+        """Find what leads others to themselves, where ranks have several networks."""
+        if len({row["network"] for row in nodes}) == 1:
+            return
+        looping = [rank for rank, row in enumerate(nodes) if is_loopback(row["address"])]
+        if looping:
+            text = f"{self.named(looping)} would be reached at {nodes[looping[0]]['address']}, "
+            text += "which leads others to themselves: give torchrun --local-addr there"
+            yield Check("address", "failed", text, tuple(looping))
+        # Runs on GPUs have groups of gloo too, for small exchanges.
+        by_name = [
+            rank
+            for rank, row in enumerate(nodes)
+            if not row["has_interface"] and is_loopback(row["name_address"])
+        ]
+        if by_name and not looping:
             row = nodes[by_name[0]]
             text = f"the name of {self.named(by_name)} leads to {row['name_address']}, which gloo "
             text += "takes as the address that others connect to: set GLOO_SOCKET_IFNAME="
@@ -224,7 +224,7 @@ class Judge:
             yield Check("address", "failed", text, tuple(by_name))
 
     def trips(self) -> tuple[dict[int, float], dict[int, float]]:
-        """Return each node's median round trip, and its clock's offset from the first one's."""
+        """Return each node's median round trip, and its clock's offset from the median."""
         trips, offsets = {}, {}
         for a, row in enumerate(self.rows.get("reachability", ())):
             heard = {int(b): way for b, way in row["asked"].items() if "error" not in way}
@@ -232,7 +232,8 @@ class Judge:
                 trips[a] = median(way["trip_s"] for way in heard.values())
             if a == 0:
                 offsets = {0: 0.0} | {b: way["offset_s"] for b, way in heard.items()}
-        return trips, offsets
+        usual = median(offsets.values()) if offsets else 0.0  # the first clock may be the odd one
+        return trips, {rank: offset - usual for rank, offset in offsets.items()}
 
     def judge_group(self, rows: Rows) -> Iterator[Check]:
         """Tell how long the process group took to open."""
@@ -272,12 +273,15 @@ class Judge:
         return found
 
     def _same(self, kind: Kind, values: Sequence[str]) -> Check:
-        """Compare texts with the most frequent one."""
+        """Compare texts; the check names the ranks that have each of them."""
         (name, verdict), other = kind, _others(values)
-        usual = Counter(values).most_common(1)[0][0] or "none"
         if not other:
-            return Check(name, "ok", usual)
-        text = f"{self.named(other)}: {values[other[0]] or 'none'}; the others: {usual}"
+            return Check(name, "ok", values[0] or "none")
+        having: dict[str, list[int]] = {}
+        for rank, value in enumerate(values):
+            having.setdefault(value or "none", []).append(rank)
+        parts = sorted(having.items(), key=lambda part: len(part[1]))
+        text = "; ".join(f"{self.named(ranks)}: {value}" for value, ranks in parts)
         return Check(name, verdict, text, tuple(other))
 
     def _compare(
@@ -313,14 +317,11 @@ def _figures(rows: Rows, key: str) -> dict[int, float]:
 
 
 def _others(values: Sequence[object]) -> list[int]:
-    """Return the places of values that are not the most frequent one."""
+    """Return the places of values that are not the most frequent one; all if none is."""
     texts = list(map(str, values))
-    usual = Counter(texts).most_common(1)[0][0]
-    return [place for place, text in enumerate(texts) if text != usual]
-
-
-def _is_inward(address: str) -> bool:
-    return address == "::1" or address.startswith("127.")
+    (usual, most), *rest = Counter(texts).most_common(2)
+    is_tie = any(count == most for _, count in rest)
+    return [place for place, text in enumerate(texts) if is_tie or text != usual]
 
 
 def _per_second(num_bytes: float) -> str:

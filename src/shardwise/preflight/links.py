@@ -20,7 +20,7 @@ from shardwise.preflight.meeting import Row
 Address = tuple[str, int]
 _CONNECT_S = 5.0
 _TIMES_ASKED = 7
-_AT_ONCE = 16
+_AT_ONCE = 64
 _TIME = struct.Struct("<d")
 _SMALL_BYTES, _FIRST_BYTES, _MOST_BYTES = 4 << 10, 256 << 10, 64 << 20
 _NUM_CALLS = 5
@@ -107,13 +107,10 @@ def measure_neighbours(nodes: Sequence[Sequence[int]], device: torch.device) -> 
     Every rank calls it together. The keys are two numbers of nodes, such as "0-1".
     """
     found: Row = {}
+    size = min(map(len, nodes))  # as many pairs on each link
     for pairs in rounds_of(len(nodes)):
-        links = [
-            (f"{a}-{b}", both)
-            for a, b in pairs
-            for both in zip(nodes[a], nodes[b], strict=False)  # some may have fewer ranks
-        ]
-        ranks = torch.tensor([list(both) for _, both in links])
+        links = [(f"{a}-{b}", nodes[a][n], nodes[b][n]) for a, b in pairs for n in range(size)]
+        ranks = torch.tensor([list(both) for _, *both in links])
         mesh = DeviceMesh(device.type, ranks, mesh_dim_names=("replicate", "shard"))
         if (place := mesh.get_coordinate()) is not None:
             found[links[place[0]][0]] = _measure(axes_of(mesh["shard"]), device)

@@ -8,6 +8,7 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -17,7 +18,7 @@ from shardwise.errors import CollectiveError
 from shardwise.train.launch import RankPlace
 
 Row = dict[str, Any]  # JSON
-_GOODBYE_S = 10.0
+_MARGIN_S, _GOODBYE_S = 2.0, 10.0
 
 
 class MissingRanksError(CollectiveError):
@@ -33,7 +34,8 @@ class Meeting:
     """The exchanges of one rank with rank 0; ``timeout_s`` is how long a rank may be late."""
 
     def __init__(self, store: dist.Store, place: RankPlace, timeout_s: float) -> None:
-        self.store = dist.PrefixStore("shardwise/preflight", store)
+        # Ranks that an elastic launcher starts again may find the store of those before.
+        self.store = dist.PrefixStore(f"shardwise/preflight/{place.world_size}", store)
         self.place = place
         self.timeout_s = timeout_s
         self._late: list[int] = []
@@ -41,14 +43,18 @@ class Meeting:
     def gather(self, name: str, row: Row) -> list[Row] | None:
         """Send this rank's row; return all rows in rank order on rank 0, None on the others.
 
-        **Raises** MissingRanksError on rank 0.
+        **Raises** MissingRanksError on rank 0, CollectiveError on a rank that reaches no store.
         """
-        self.store.set(f"{name}/{self.place.rank}", json.dumps(row))
+        try:
+            self.store.set(f"{name}/{self.place.rank}", json.dumps(row))
+        except RuntimeError as error:
+            raise self._lost(name, error) from None
         if self.place.rank:
             return None
         keys = [f"{name}/{rank}" for rank in range(self.place.world_size)]
         try:
-            self.store.wait(keys, timedelta(seconds=self.timeout_s))
+            # A rank that was not done in time says so, a little after its time.
+            self.store.wait(keys, timedelta(seconds=self.timeout_s + _MARGIN_S))
         except RuntimeError:
             self._late = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
             if self._late:
@@ -69,16 +75,19 @@ class Meeting:
             self.store.wait([key], timedelta(seconds=2 * self.timeout_s + _GOODBYE_S))
             return dict(json.loads(self.store.get(key)))
         except RuntimeError as error:
-            raise CollectiveError(
-                f"preflight: rank {self.place.rank} heard nothing from rank 0, which judges what "
-                f"the ranks find, in the part '{name}': {error}. Look at the log of rank 0"
-            ) from None
+            raise self._lost(name, error) from None
+
+    def _lost(self, name: str, error: RuntimeError) -> CollectiveError:
+        return CollectiveError(
+            f"preflight: rank {self.place.rank} heard nothing from rank 0, which judges what the "
+            f"ranks find, in the part '{name}': {error}. Look at the log of rank 0"
+        )
 
     def leave(self) -> None:
         """Let rank 0, which may hold the store, wait until the others need it no more."""
-        num_left = self.store.add("left", 1)
-        if self.place.rank == 0:
-            num = self.place.world_size - len(self._late)
+        with suppress(RuntimeError):  # the store has ended with rank 0
+            num_left = self.store.add("left", 1)
+            num = self.place.world_size - len(self._late) if self.place.rank == 0 else 0
             until_s = time.monotonic() + _GOODBYE_S
             while num_left < num and time.monotonic() < until_s:
                 time.sleep(0.05)

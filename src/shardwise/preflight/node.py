@@ -26,11 +26,14 @@ _WINDOW_S = 0.1
 _PACKAGE = Path(__file__).parent.parent
 _SHARED_MEMORY = Path("/dev/shm")
 _SIOCGIFADDR = 0x8915
+_OUTSIDE = "192.0.2.1"  # of RFC 5737, which nobody has: it chooses the default route
 
 
 def describe_node(device: torch.device, environment: Mapping[str, str]) -> Row:
     """Return the facts of this rank: machine, versions, memory and the address others reach."""
     address = own_address(environment.get("MASTER_ADDR"))
+    if is_loopback(address):  # the first node's own name may lead there, on that node alone
+        address = own_address(_OUTSIDE)
     network = socket.gethostname()
     with suppress(OSError):  # two containers of one host have networks of their own
         network = f"{boot_id()}/{Path('/proc/self/ns/net').stat().st_ino}"
@@ -62,6 +65,11 @@ def describe_node(device: torch.device, environment: Mapping[str, str]) -> Row:
         free, total = torch.accelerator.get_memory_info(device)
         row |= {"device_free_bytes": free, "device_bytes": total}
     return row
+
+
+def is_loopback(address: str) -> bool:
+    """Tell whether an address leads each host to itself."""
+    return address == "::1" or address.startswith("127.")
 
 
 def digest_of_code() -> str:
@@ -108,11 +116,12 @@ def check_products(device: torch.device, multiply: Multiply = torch.matmul) -> R
     wrong = []
     for dtype in (torch.float32, torch.bfloat16):
         found = multiply(left.to(device, dtype), right.to(device, dtype))
-        num_wrong = int((found.cpu().long() != wanted).sum())
+        num_wrong = int((found.cpu().double() != wanted).sum())
         if num_wrong:
             wrong.append(f"{num_wrong:,} of {wanted.numel():,} elements in {dtype}")
     generator = torch.Generator().manual_seed(0)
-    drawn = [torch.randn(_SIZE, _SIZE, generator=generator) for _ in range(2)]
+    size = _SIZE if device.type == "cpu" else 4 * _SIZE
+    drawn = [torch.randn(size, size, generator=generator) for _ in range(2)]
     digests = {}
     for dtype in (torch.float32, torch.bfloat16):
         a, b = (each.to(device, dtype) for each in drawn)
@@ -125,7 +134,7 @@ def check_products(device: torch.device, multiply: Multiply = torch.matmul) -> R
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
         count += 1
-    flops = 2.0 * _SIZE**3 * count / seconds
+    flops = 2.0 * size**3 * count / seconds
     return {"wrong": wrong, "digests": digests, "flops": flops}
 
 
@@ -137,11 +146,13 @@ class Folder:
         self._token = token
         self._files = files or Files()
         self._lock: Lock | None = None
+        self._is_new = False
 
     def write(self, rank: int) -> Row:
         """Write a small file of this rank durably; rank 0 takes a lock too."""
         began_s = time.perf_counter()
         try:
+            self._is_new = not self._path.exists()
             self._files.make_folders(self._path)
             hidden = self._name(rank, ".tmp")
             with self._files.create(hidden) as writer:
@@ -151,7 +162,8 @@ class Folder:
             self._files.sync_folder(self._path)
             seconds = time.perf_counter() - began_s
             if rank == 0:
-                self._lock = self._files.lock(self._name("lock"))
+                with suppress(OSError):  # `look` finds that no lock holds
+                    self._lock = self._files.lock(self._name("lock"))
             free = self._files.free_bytes(self._path)
         except OSError as error:
             return {"refused": f"{error.filename or self._path}: {error.strerror}"}
@@ -163,18 +175,27 @@ class Folder:
         while (unseen := [r for r in others if not self._has(r)]) and time.monotonic() < until_s:
             time.sleep(0.1)
         is_excluded = True
-        if rank and 0 not in unseen and (lock := self._files.lock(self._name("lock"))) is not None:
-            is_excluded = False
-            lock.release()
+        if rank and 0 not in unseen:
+            try:
+                lock = self._files.lock(self._name("lock"))
+                is_excluded = lock is None
+                if lock is not None:
+                    lock.release()
+            except OSError:  # a file system without locks
+                is_excluded = False
         return {"unseen": unseen, "is_excluded": is_excluded}
 
-    def clear(self, rank: int) -> None:
-        """Remove this rank's files."""
+    def clear(self, rank: int) -> Row:
+        """Remove this rank's files, and a folder that this made if it is empty."""
         if self._lock is not None:
             self._lock.release()
         for path in (self._name(rank), self._name(rank, ".tmp"), self._name("lock")):
-            with suppress(FileNotFoundError):
+            with suppress(OSError):
                 self._files.remove_file(path)
+        if self._is_new:
+            with suppress(OSError):
+                self._files.remove_folder(self._path)
+        return {}
 
     def _name(self, what: object, ending: str = "") -> Path:
         return self._path / f".preflight-{self._token}-{what}{ending}"

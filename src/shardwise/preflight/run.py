@@ -6,12 +6,14 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from shardwise.axes import Axes
+from shardwise.comm.collectives import all_reduce_scalars
 from shardwise.device import local_device
 from shardwise.preflight.checks import Check, Judge, Node, Preflight, Rows, Verdict
 from shardwise.preflight.links import Echo, ask_nodes, measure_axes, measure_neighbours
@@ -23,7 +25,7 @@ _LATE = "not done after"
 
 
 @dataclass(frozen=True)
-class Asked:
+class Request:
     """What to look at: the axes of the run and its folder; how long a rank, or a file, may be late.
 
     ``multiply`` and ``clock`` are the product and the clock under test.
@@ -49,7 +51,7 @@ class _Part:
 
 def preflight(
     meeting: Meeting,
-    asked: Asked,
+    request: Request,
     environment: Mapping[str, str],
     progress: Callable[[str, float], None] = lambda label, share: None,
 ) -> tuple[Verdict, Preflight | None]:
@@ -67,7 +69,7 @@ def preflight(
     began_s = time.monotonic()
     with ExitStack() as leaving:
         leaving.callback(meeting.leave)
-        rank = _Rank(meeting, asked, environment, leaving)
+        rank = _Rank(meeting, request, environment, leaving)
         found: list[Check] = []
         parts = rank.parts()
         for number, part in enumerate(parts):
@@ -94,13 +96,13 @@ class _Rank:
     """One rank in a preflight; ``told`` is what rank 0 has said, and ``judge`` its view."""
 
     def __init__(
-        self, meeting: Meeting, asked: Asked, environment: Mapping[str, str], leaving: ExitStack
+        self, meeting: Meeting, request: Request, environment: Mapping[str, str], leaving: ExitStack
     ) -> None:
         self.told: Row = {}
         self.judge = Judge()
-        self._meeting, self._asked, self._place = meeting, asked, meeting.place
+        self._meeting, self._request, self._place = meeting, request, meeting.place
         self._environment, self._leaving = environment, leaving
-        self._device = local_device(self._place.local_rank)
+        self._device = torch.device("cpu")  # until `_describe` has found another
         self._folder: Folder | None = None
 
     def parts(self) -> list[_Part]:
@@ -110,7 +112,7 @@ class _Rank:
             _Part("nodes", self._describe, judge.judge_nodes),
             _Part("products", self._multiply, judge.judge_products),
         ]
-        if self._asked.folder is not None:
+        if self._request.folder is not None:
             found.append(_Part("folder", self._write, judge.judge_folder))
             found.append(_Part("shared folder", self._look, judge.judge_shared))
         if self._place.world_size > 1:
@@ -124,20 +126,22 @@ class _Rank:
 
     def go_through(self, part: _Part) -> list[Check]:
         """Do one part together with the other ranks; return its checks on rank 0."""
-        row = _within(self._asked.timeout_s, part.work)
+        row = _within(self._request.timeout_s, part.work, self._device)
         if self._place.rank:
             self._meeting.gather(part.name, row)
             self.told = self._meeting.tell(part.name, None)
             return []
         try:
             rows = self._meeting.gather(part.name, row) or []
-            failed = [rank for rank, row in enumerate(rows) if "error" in row]
-            # An error says more than that a rank was not done.
-            errors = sorted((rows[n]["error"] for n in failed), key=lambda e: e.startswith(_LATE))
+            errors = {rank: row["error"] for rank, row in enumerate(rows) if "error" in row}
+            # Where a rank has failed, those that were not done have only waited for it.
+            causes = {r: text for r, text in errors.items() if not text.startswith(_LATE)} or errors
         except MissingRanksError as error:
-            failed, errors = list(error.ranks), [f"{error}. Look at the log of that rank"]
+            causes = dict.fromkeys(error.ranks, f"{error}. Look at the log of that rank")
+        failed = list(causes)
         if failed:
-            text = f"{self.judge.named(failed)}: {errors[0]}"
+            by_text = {text: [r for r in failed if causes[r] == text] for text in causes.values()}
+            text = "; ".join(f"{self.judge.named(of)}: {text}" for text, of in by_text.items())
             found = [Check(part.name, "failed", text, tuple(failed))]
         else:
             self.judge.rows[part.name] = rows
@@ -148,26 +152,28 @@ class _Rank:
 
     # -- what this rank does
     def _describe(self) -> Row:
+        self._device = local_device(self._place.local_rank)
         row = describe_node(self._device, self._environment)
         if self._place.local_rank == 0:
-            echo = self._leaving.enter_context(closing(Echo(row["address"], self._asked.clock)))
+            echo = self._leaving.enter_context(closing(Echo(row["address"], self._request.clock)))
             row["echo"] = [row["address"], echo.port]
         return row | {"is_first": self._place.local_rank == 0}
 
     def _multiply(self) -> Row:
-        return check_products(self._device, self._asked.multiply)
+        return check_products(self._device, self._request.multiply)
 
     def _write(self) -> Row:
-        if self._place.local_rank or self._asked.folder is None:
+        if self._place.local_rank or self._request.folder is None:
             return {}
-        self._folder = Folder(self._asked.folder, self.told["token"])
-        self._leaving.callback(self._folder.clear, self._place.rank)
+        self._folder = Folder(self._request.folder, self.told["token"])
+        clear = partial(self._folder.clear, self._place.rank)
+        self._leaving.callback(_within, self._request.timeout_s, clear, self._device)
         return self._folder.write(self._place.rank)
 
     def _look(self) -> Row:
         if self._folder is None or self._place.rank not in self.told["wrote"]:
             return {}
-        timeout_s = min(self._asked.file_s, self._asked.timeout_s / 2)
+        timeout_s = min(self._request.file_s, self._request.timeout_s / 2)
         return self._folder.look(self._place.rank, self.told["wrote"], timeout_s)
 
     def _ask(self) -> Row:
@@ -175,17 +181,19 @@ class _Rank:
             return {"asked": {}}
         others = {int(rank): tuple(at) for rank, at in self.told["echoes"].items()}
         others.pop(self._place.rank)
-        return {"asked": ask_nodes(others, self._asked.clock)}
+        return {"asked": ask_nodes(others, self._request.clock)}
 
     def _join(self) -> Row:
         began_s = time.monotonic()
         store = dist.PrefixStore("group", self._meeting.store)
-        joined = join_ranks(self._place, None, store, self._asked.timeout_s)
+        # Longer than a part may take: the part says that it was not done before NCCL ends all.
+        joined = join_ranks(self._place, None, store, 3 * self._request.timeout_s)
         self._leaving.enter_context(joined)
+        all_reduce_scalars([0.0])  # NCCL connects with the first collective
         return {"seconds": time.monotonic() - began_s, "backend": str(dist.get_backend())}
 
     def _measure_axes(self) -> Row:
-        return measure_axes(self._asked.axes.over(self._place.world_size), self._device)
+        return measure_axes(self._request.axes.over(self._place.world_size), self._device)
 
     def _measure_links(self) -> Row:
         return measure_neighbours(self.told["nodes"], self._device)
@@ -228,15 +236,18 @@ class _Rank:
         return tuple(found)
 
 
-def _within(limit_s: float, work: Callable[[], Row]) -> Row:
+def _within(limit_s: float, work: Callable[[], Row], device: torch.device) -> Row:
     """Return the row of ``work``, or one with its error, or that it was not done in time.
 
-    A call that hangs in a library cannot be ended: its thread stays until the process ends.
+    It runs in a thread of its own, whose current device is set. A call that hangs in a library
+    cannot be ended: its thread stays until the process ends.
     """
     found: list[Row] = []
 
     def attempt() -> None:
         try:
+            if device.type != "cpu":
+                torch.accelerator.set_device_index(device.index)
             found.append(work())
         except Exception as error:  # the preflight ends and shows it
             found.append({"error": f"{type(error).__name__}: {error}"})
