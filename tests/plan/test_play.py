@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from math import prod
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -21,7 +22,7 @@ from shardwise.plan.model.tape import (
 )
 from shardwise.plan.sizes import DTYPE_BYTES
 from shardwise.plan.step.play import play
-from shardwise.plan.step.program import Collective, Compute, Transfer
+from shardwise.plan.step.program import Collective, Compute, Recorder, Transfer
 
 BLOCK = [(5, 6), (5,), (6, 5)]
 MODEL = [[(), (6,)], [(7, 6)], BLOCK, BLOCK, BLOCK, [(9, 6)]]
@@ -240,17 +241,28 @@ def test_a_step_ends_as_the_next_begins_and_no_line_is_negative(model, candidate
         assert resting.total <= moment.ledger.total <= played.peak.ledger.total
 
 
+def most_full(model, candidate):
+    """Play a step; return the most bytes of full parameters at any moment, and the step."""
+    most, touch = [0], Recorder.touch
+
+    def look(recorder, more):
+        most.append(recorder.ledger().param_full + more.get("param_full", 0))
+        touch(recorder, more)
+
+    with mock.patch.object(Recorder, "touch", look):
+        played = play_model(model, candidate)
+    return max(most), played
+
+
 @given(models, candidates, st.lists(st.integers(0, 5000), min_size=2, max_size=4).map(sorted))
 @settings(max_examples=40)
 def test_more_prefetching_holds_no_less_and_never_more_than_its_budget(model, candidate, budgets):
     held, sent = [], []
     for budget in budgets:
-        played = play_model(model, replace(candidate, prefetch_bytes=budget))
-        full = max(m.ledger.param_full for m in played.peaks)
+        full, played = most_full(model, replace(candidate, prefetch_bytes=budget))
         held.append(full)
         sent.append(played.program.sent_bytes)
-        none = play_model(model, replace(candidate, prefetch_bytes=0))
-        assert full <= max(m.ledger.param_full for m in none.peaks) + budget
+        assert full <= most_full(model, replace(candidate, prefetch_bytes=0))[0] + budget
     assert held == sorted(held)
     assert all(s == sent[0] for s in sent)
 

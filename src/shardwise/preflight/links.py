@@ -20,6 +20,7 @@ from shardwise.preflight.meeting import Row
 Address = tuple[str, int]
 _CONNECT_S = 5.0
 _TIMES_ASKED = 7
+_POLL_S = 0.05  # how soon an echo ends when it is closed
 _AT_ONCE = 64
 _TIME = struct.Struct("<d")
 _SMALL_BYTES, _FIRST_BYTES, _MOST_BYTES = 4 << 10, 256 << 10, 64 << 20
@@ -41,7 +42,8 @@ class Echo:
         how = {"address_family": family, "daemon_threads": True, "request_queue_size": 128}
         kind = type("Listener", (socketserver.ThreadingTCPServer,), how)
         self._server: socketserver.ThreadingTCPServer = kind((host, 0), Handler)
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        run = self._server.serve_forever
+        threading.Thread(target=run, args=(_POLL_S,), name="shardwise-echo", daemon=True).start()
 
     @property
     def port(self) -> int:
