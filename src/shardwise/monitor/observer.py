@@ -21,7 +21,7 @@ import torch
 
 from shardwise.checkpoint.all_ranks import on_all_ranks
 from shardwise.checkpoint.save_load import Loaded
-from shardwise.comm.control import exchange_any
+from shardwise.comm.control import Control, exchange_any
 from shardwise.comm.torch_collectives import TORCH_CALLS
 from shardwise.engine.parts import Model, Optimizer, Parts
 from shardwise.errors import ConfigError
@@ -109,14 +109,7 @@ def observe(
     control = parts.first.open_control()
     hosts = [row.decode() for row in exchange_any(control, socket.gethostname().encode())]
     facts = facts_of(model, optimizers, hosts, flops_per_token)
-    rank, recoveries = control.rank, list[Recovery | None]()
-
-    def look_back() -> None:
-        if folder is not None and resumed is not None and rank == 0:
-            recoveries.append(_recovery(folder, resumed))
-
-    if resumed is not None:  # before any rank removes its lines of these steps
-        on_all_ranks(control, look_back)
+    rank, recovery = control.rank, _look_back(control, folder, resumed)
 
     def open_files() -> Outputs:
         shared = folder / FOLDER if folder is not None and rank == 0 else None
@@ -134,7 +127,6 @@ def observe(
 
     outputs = on_all_ranks(control, open_files)  # an error of one rank is raised on all
     gatherer = Gatherer(control, facts, outputs, every, parts.comm.device)
-    recovery = next(iter(recoveries), None)
     return Observation(parts, optimizers, facts, gatherer, done, detail_every, recovery)
 
 
@@ -146,14 +138,22 @@ def _step_after(resumed: Loaded, first_step: int) -> int:
     return resumed.step + 1
 
 
-def _recovery(folder: Path, resumed: Loaded) -> Recovery | None:
-    """Read how the run before ended; None without one."""
-    ending = Ending.of(folder, folder / FOLDER / "steps.jsonl")
-    clock = StartClock(knows_birth=True)
-    clock.mark("start")
-    if ending is None:
-        return None
-    return Recovery(ending, clock, resumed.step or 0, resumed.from_memory)
+def _look_back(control: Control, folder: Path | None, resumed: Loaded | None) -> Recovery | None:
+    """Return on rank 0 how the run before ended, before any rank removes its lines of it."""
+    found: list[Recovery] = []
+
+    def read() -> None:
+        ending = None
+        if folder is not None and resumed is not None and control.rank == 0:
+            ending = Ending.of(folder, folder / FOLDER / "steps.jsonl")
+        if ending is not None and resumed is not None:
+            clock = StartClock(knows_birth=True)
+            clock.mark("start")
+            found.append(Recovery(ending, clock, resumed.step or 0, resumed.from_memory))
+
+    if resumed is not None:
+        on_all_ranks(control, read)
+    return found[0] if found else None
 
 
 class Observation:
