@@ -1,4 +1,4 @@
-"""`shardwise doctor --preflight`: a table of nodes and what was found, or JSON."""
+"""`shardwise doctor --preflight`: a table of nodes and the verdicts, or JSON."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def look_ahead(
 
 
 def read_axes(text: str | None) -> Axes:
-    """Read degrees such as ``tp=8,pp=2``. **Raises** ConfigError with the names that there are."""
+    """Read degrees such as ``tp=8,pp=2``. **Raises** ConfigError with the known names."""
     degrees = Axes()
     for each in (text or "").split(",") if text else []:
         found = re.fullmatch(r"\s*(\w+)=([0-9]{1,9})\s*", each)

@@ -100,7 +100,7 @@ def _cause_of(output: Path) -> tuple[str, list[End]]:
 
 @dataclass(frozen=True)
 class Recovery:
-    """A run that goes on from ``step`` after one that ended, until its first step."""
+    """A run that resumes from ``step``, until its first step."""
 
     ending: Ending
     clock: StartClock

@@ -1,4 +1,4 @@
-"""What rank 0 makes of the rows: verdicts, with the nodes that differ from the others.
+"""Verdicts of rank 0 on the rows of all ranks, naming the nodes that differ.
 
 Note [What counts as odd]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -6,7 +6,7 @@ A run fails where nodes cannot reach each other, compute other bits, have other 
 share their folder. A node that is only slow, or has less memory than the others, is odd: at most
 half as fast as the median, or twice as late. Machines without a fault differ by less than that,
 also where another program takes part of a core. Where no value is more frequent than all others,
-every rank is named, as nobody knows which is right.
+every rank is named, as any of them may be right.
 """
 
 from collections import Counter
@@ -44,7 +44,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Node:
-    """One node: its ranks, and what they found, as far as the preflight came."""
+    """One node: its ranks and their figures; None for parts that were not reached."""
 
     host: str
     ranks: tuple[int, ...]
@@ -62,7 +62,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Preflight:
-    """What a preflight found; ``not_reached`` names the parts after one that failed."""
+    """The result of a preflight; ``not_reached`` names the parts after one that failed."""
 
     num_ranks: int
     nodes: tuple[Node, ...]
@@ -87,7 +87,7 @@ _Shown = Callable[[float], str]
 
 
 class Judge:
-    """Rank 0's view: the rows of the parts so far, and what they say."""
+    """Judges the rows of each part, on rank 0; keeps them for the parts that come later."""
 
     def __init__(self) -> None:
         self.rows: dict[str, Rows] = {}
@@ -289,7 +289,7 @@ class Judge:
     ) -> Iterator[Check]:
         """Compare figures with their median; see Note [What counts as odd].
 
-        More is better; or less, with ``late_from``, and what is below that is never odd.
+        More is better. With ``late_from`` less is better, and a value below it is never odd.
         """
         if not values:
             return

@@ -1,7 +1,7 @@
 """Rows that ranks exchange through a store, before they have a process group.
 
 A process group that cannot be opened rarely says which rank is missing. Here rank 0 collects the
-rows, so it knows who did not come in time, and tells the other ranks how it goes on.
+rows, so it knows the ranks that did not come in time, and sends the next part to the others.
 """
 
 import json
@@ -71,7 +71,7 @@ class Meeting:
         if not self.place.rank:
             self.store.set(key, json.dumps(what))
         try:
-            # Rank 0 may have waited for another one until the end of its own time.
+            # Rank 0 may have waited for another rank, after all its time for the part.
             self.store.wait([key], timedelta(seconds=2 * self.timeout_s + _GOODBYE_S))
             return dict(json.loads(self.store.get(key)))
         except RuntimeError as error:

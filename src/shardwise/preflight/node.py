@@ -1,4 +1,4 @@
-"""What a rank finds out about its own machine: facts, a product with known bits, the folder."""
+"""Facts of this machine, a product with known bits, and the folder as this node sees it."""
 
 import fcntl
 import hashlib
@@ -26,7 +26,7 @@ _WINDOW_S = 0.1
 _PACKAGE = Path(__file__).parent.parent
 _SHARED_MEMORY = Path("/dev/shm")
 _SIOCGIFADDR = 0x8915
-_OUTSIDE = "192.0.2.1"  # of RFC 5737, which nobody has: it chooses the default route
+_OUTSIDE = "192.0.2.1"  # RFC 5737: of no host, so it chooses the default route
 
 
 def describe_node(device: torch.device, environment: Mapping[str, str]) -> Row:
@@ -35,7 +35,7 @@ def describe_node(device: torch.device, environment: Mapping[str, str]) -> Row:
     if is_loopback(address):  # the first node's own name may lead there, on that node alone
         address = own_address(_OUTSIDE)
     network = socket.gethostname()
-    with suppress(OSError):  # two containers of one host have networks of their own
+    with suppress(OSError):  # containers of one host have different networks
         network = f"{boot_id()}/{Path('/proc/self/ns/net').stat().st_ino}"
     row = {
         "host": socket.gethostname(),
@@ -88,7 +88,7 @@ def _address_of_name() -> str:
 
 
 def interface_of(address: str) -> str:
-    """Return the name of the interface with an IPv4 address; empty if there is none.
+    """Return the name of the interface with an IPv4 address; or an empty text.
 
     **Source** netdevice(7), SIOCGIFADDR; the address stands at byte 20 of the answer.
     """
@@ -105,7 +105,7 @@ def interface_of(address: str) -> str:
 def check_products(device: torch.device, multiply: Multiply = torch.matmul) -> Row:
     """Multiply matrices whose product is known, and others of which equal devices get equal bits.
 
-    Factors of -1, 0 and 1 over 256 terms: every partial sum is at most 256, so it is exact in fp32,
+    Factors of -1, 0 and 1 over 256 terms: every partial sum is at most 256, thus exact in fp32,
     TF32, fp16 and bf16, in any order. **State** one CPU thread from now on, in the calling thread:
     the bits of others depend on their number. **Cost** about half a second; all ranks work at once.
     """

@@ -26,7 +26,7 @@ _LATE = "not done after"
 
 @dataclass(frozen=True)
 class Request:
-    """What to look at: the axes of the run and its folder; how long a rank, or a file, may be late.
+    """The axes and the folder of the run, and the seconds that a rank or a file may be late.
 
     ``multiply`` and ``clock`` are the product and the clock under test.
     """
@@ -57,7 +57,7 @@ def preflight(
 ) -> tuple[Verdict, Preflight | None]:
     """Look at machines, network and folder; every rank calls it together, before any group exists.
 
-    Rank 0 returns what was found, the others only the verdict. ``environment`` has the launcher's
+    Rank 0 returns the report too, the others only the verdict. ``environment`` has the launcher's
     variables.
 
     **State** makes and removes small files in the folder, joins and leaves the process group.
@@ -239,8 +239,8 @@ class _Rank:
 def _within(limit_s: float, work: Callable[[], Row], device: torch.device) -> Row:
     """Return the row of ``work``, or one with its error, or that it was not done in time.
 
-    It runs in a thread of its own, whose current device is set. A call that hangs in a library
-    cannot be ended: its thread stays until the process ends.
+    A thread runs it, with the current device set. A call that hangs in a library cannot be ended:
+    its thread stays until the process ends.
     """
     found: list[Row] = []
 
