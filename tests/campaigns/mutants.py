@@ -118,6 +118,8 @@ def is_found(mutant, package, limit_s):
     env = os.environ | {"PYTHONPATH": str(package.parent)}
     for file in TESTS[mutant.file.split("/")[0]]:
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+        # The project's own setting has the source, before PYTHONPATH.
+        command += ["-o", f"pythonpath={package.parent} labs tests examples docs"]
         try:
             done = subprocess.run(
                 [*command, str(ROOT / "tests" / file)],
