@@ -145,7 +145,7 @@ def _look_back(control: Control, folder: Path | None, resumed: Loaded | None) ->
     def read() -> None:
         ending = None
         if folder is not None and resumed is not None and control.rank == 0:
-            ending = Ending.of(folder, folder / FOLDER / "steps.jsonl")
+            ending = Ending.of(folder, folder / FOLDER / "steps.jsonl", False)
         if ending is not None and resumed is not None:
             clock = StartClock(knows_birth=True)
             clock.mark("start")

@@ -56,18 +56,19 @@ class Ending:
     errors_s: tuple[float, ...]
 
     @classmethod
-    def of(cls, output: Path, path: Path) -> "Ending | None":
+    def of(cls, output: Path, path: Path, has_all_steps: bool) -> "Ending | None":
         """Read it; None if there was no run. Call it before this run writes.
 
-        ``path`` has the run's lines of steps, ``output`` is the folder of its record.
+        ``path`` has the run's lines, ``output`` is the folder of its record. Unless ``path`` has a
+        line of every step, the last step is that which a rank has left with its error.
         """
         if not path.exists():
             return None
         steps = [line["step"] for line in read_lines(path, _TAIL_BYTES) if "step" in line]
         cause, ends = _cause_of(output)
-        last = max([*steps, *(end.step for end in ends)], default=0)
+        steps += [] if has_all_steps else [end.step for end in ends]
         errors_s = tuple(end.unix_s for end in ends if end.error and end.unix_s)
-        return cls(cause, last, path.stat().st_mtime, errors_s)
+        return cls(cause, max(steps, default=0), path.stat().st_mtime, errors_s)
 
     def parts_s(self, begun_s: float) -> Mapping[str, float]:
         """Return the parts until this process was started at ``begun_s``."""

@@ -115,7 +115,7 @@ def train_prepared(
         clock.mark("load")
         ending = None
         if first and loaded is not None:
-            ending = Ending.of(config.output, metrics_path(config))
+            ending = Ending.of(config.output, metrics_path(config), True)
         if first:
             with replacing(config_path(config)) as part:
                 part.write_text(dump_config(config), encoding="utf-8")
