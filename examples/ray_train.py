@@ -44,8 +44,9 @@ def train(asked: dict[str, Any]) -> None:
             optimizer.zero_grad()
             kept.copy_to_memory(step)  # every second step
             if dist.get_rank() == 0:
+                value = float(loss.detach())
                 with (folder / "losses.txt").open("a") as file:
-                    file.write(f"step {step}: loss {loss.item():.4f} {float(loss).hex()}\n")
+                    file.write(f"step {step}: loss {value:.4f} {value.hex()}\n")
             if step == asked["die_after"] and loaded is None and dist.get_rank() == 0:
                 kept.finish()
                 os.kill(os.getpid(), signal.SIGKILL)
