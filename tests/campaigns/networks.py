@@ -7,6 +7,7 @@ slow or down, and two nodes can be cut off from each other. It needs root.
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import subprocess
 from pathlib import Path
@@ -21,7 +22,7 @@ class Networks:
     def __init__(self, num: int) -> None:
         if os.geteuid() or shutil.which("ip") is None:
             raise SystemExit("nodes with networks of their own need root, and ip of iproute2")
-        mark = f"{os.getpid() % 65536:x}"
+        mark = secrets.token_hex(3)  # a network is removed a little after its name
         self._bridge = f"swb{mark}"
         self._names = [f"sw{mark}n{node}" for node in range(num)]
         self.addresses = [f"10.77.0.{node + 1}" for node in range(num)]

@@ -66,6 +66,8 @@ def judge(report: dict[str, Any], fault: str, at: list[int], per_node: int) -> s
     is_right = named == set(ranks) if fault in ("closed", "name") else named <= set(ranks)
     if fault != "none" and (check["verdict"] != verdict or not named or not is_right):
         return f"{fault} at nodes {at}: found {check}, expected {verdict} at ranks {ranks}"
+    if fault == "name":  # nobody reaches the first node at a loopback address
+        seen.pop("reachability", None)
     left = {other for other in seen if not other.startswith(OF_SPEED)}
     return f"{fault}: {left} was found too" if left else ""
 
