@@ -225,13 +225,17 @@ class LostTracker:
         self.calls.append("close")
 
 
+def listen():
+    """Return a list of what is logged from now on, and a function that ends it."""
+    heard, log, handler = [], logging.getLogger("shardwise"), logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())
+    log.addHandler(handler)
+    return heard, lambda: log.removeHandler(handler)
+
+
 def write_too_much(rank, world_size, output):
     """Train while nothing can be written; return what was logged, and the calls of a tracker."""
-    heard = []
-    handler = logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())
-    log = logging.getLogger("shardwise")
-    log.addHandler(handler)
+    heard, stop = listen()
     model, sink = shard(Stack(), stage=3), LostTracker()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -242,7 +246,7 @@ def write_too_much(rank, world_size, output):
             train(model, optimizer, run, rank)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        log.removeHandler(handler)
+        stop()
     assert run.step == STEPS and run.latest is not None and run.latest.step == STEPS
     return heard, sink.calls
 
@@ -281,10 +285,7 @@ def test_a_run_that_raises_keeps_what_each_rank_saw_of_steps_whose_line_was_not_
 
 def goes_on(rank, world_size, output, steps, breaks_at=None):
     """Take steps from the last copy on; rank 1 breaks in one. Return what was logged."""
-    heard = []
-    handler = logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())
-    logging.getLogger("shardwise").addHandler(handler)
+    heard, stop = listen()
     model = shard(Stack(), stage=3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     try:
@@ -299,7 +300,7 @@ def goes_on(rank, world_size, output, steps, breaks_at=None):
                     if step % 2 == 0:
                         kept.save(step)
     finally:
-        logging.getLogger("shardwise").removeHandler(handler)
+        stop()
     return heard
 
 

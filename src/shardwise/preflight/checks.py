@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Literal
 
+from shardwise.host import is_loopback
 from shardwise.preflight.meeting import Row
-from shardwise.preflight.node import is_loopback
 from shardwise.quantities import format_bytes
 
 Verdict = Literal["ok", "odd", "failed"]
