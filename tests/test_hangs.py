@@ -362,4 +362,4 @@ def wait_in_barrier(rank, world_size, folder):
 def test_a_wait_in_a_call_of_torchs_is_seen_from_another_thread():
     with tempfile.TemporaryDirectory() as folder:
         found = run_ranks(wait_in_barrier, 3, folder)
-    assert found[0] == "torch's barrier over ranks 0, 1, 2"
+    assert found[0] == "torch's barrier over ranks 0 to 2"
