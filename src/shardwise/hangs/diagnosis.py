@@ -279,7 +279,7 @@ def _over(group: dist.ProcessGroup | None) -> str:
     description = str(getattr(group, "group_desc", "") or "")
     if description.startswith("mesh_"):
         return f" over axis '{description.removeprefix('mesh_')}'"
-    return f" over ranks {', '.join(map(str, dist.get_process_group_ranks(group)[:8]))}"
+    return f" over {name_ranks(dist.get_process_group_ranks(group))}"
 
 
 # -- the table of ranks
