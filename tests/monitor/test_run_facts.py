@@ -6,7 +6,7 @@ from torch import nn
 from models import Stack
 from ranks import run_ranks
 from shardwise import shard
-from shardwise.monitor.run_facts import facts_of
+from shardwise.monitor.describe import facts_of
 from shardwise.parallel import MixtureOfExperts
 from shardwise.parallel.routing import Routing
 

@@ -63,7 +63,7 @@ def test_the_main_line_has_no_gap_whatever_begins_and_ends(events, cut_at):
     left_open = {}
     for recorded in ends:
         spans = spans_of(recorded, left_open)
-        assert spans[0].begin_s == recorded.begin_s and spans[-1].end_s == recorded.end_s
+        assert spans[0].begin_s == 0 and spans[-1].end_s == recorded.seconds
         assert all(one.end_s == other.begin_s for one, other in pairwise(spans))
     assert not left_open  # what is open on the main line at a cut was cut short
 
@@ -105,7 +105,7 @@ def test_collectives_of_one_line_follow_each_other_and_lines_of_threads_go_on():
     ]
     recorder.leave("step", "step", "a")  # 7
     spans = spans_of(recorder.cut(), left_open)
-    assert [(s.begin_s, s.end_s) for s in spans if s.line == "step"] == [(6, 7)]
+    assert [(s.begin_s, s.end_s) for s in spans if s.line == "step"] == [(0, 1)]
     assert not left_open
 
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from records import write_record
 from shardwise.monitor.record import FOLDER, Timeline, read_run
-from shardwise.monitor.timeline import recorded_trace
+from shardwise.monitor.summary import recorded_trace
 
 
 def spans_of(trace):

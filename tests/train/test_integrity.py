@@ -8,10 +8,9 @@ import pytest
 from ranks import run_ranks
 from resumes import curve_of, prepared, train, write_text
 from shardwise.train import loop
-from shardwise.train.integrity import CHECKS, IntegrityBudget
+from shardwise.train.integrity import CHECKS, IntegrityBudget, ReplayError
 from shardwise.train.launch import RankPlace, StopRequest, leave
 from shardwise.train.loop import train_prepared
-from shardwise.train.replay import ReplayError
 
 
 def test_both_checks_take_turns_and_stay_within_their_share_of_the_time():

@@ -9,9 +9,9 @@ import torch
 from ranks import run_ranks
 from resumes import prepared, write_text
 from shardwise.errors import ReplicaError
+from shardwise.train.integrity import ReplayError
 from shardwise.train.launch import StopRequest
 from shardwise.train.loop import train_prepared
-from shardwise.train.replay import ReplayError
 
 
 def flip(tensor):
