@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from shardwise.lazy import lazily
 
 if TYPE_CHECKING:
-    from shardwise.interop.full_weights import stream as stream
+    from shardwise.interop.streaming import stream as stream
 
 _MODULES = ("accelerate", "deepspeed", "lightning", "peft", "torchtitan", "transformers")
 _HOMES = {name: f"shardwise.interop.{name}" for name in _MODULES}
 __all__ = ["stream"]
-__getattr__, __dir__ = lazily(__name__, {**_HOMES, "stream": "shardwise.interop.full_weights"})
+__getattr__, __dir__ = lazily(__name__, {**_HOMES, "stream": "shardwise.interop.streaming"})

@@ -1,4 +1,4 @@
-"""Full weights of a sharded model, a few tensors at a time, on the ranks that take them: `stream`.
+"""Full weights of a sharded model, a few tensors at a time, on the ranks that take them.
 
 Note [The way of a full weight]
 First, a tensor is gathered along the shard axis: every rank sends its slice to the ranks that need
@@ -9,7 +9,6 @@ rank that does. So each step asks the axis of the next step. Ranks that need not
 """
 
 import json
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from math import prod
 
@@ -20,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.comm.pending import CollectiveId
 from shardwise.engine.agreement import agree
-from shardwise.engine.parts import Model, Parts, modules_of
+from shardwise.engine.parts import Model, Parts
 from shardwise.errors import ConfigError, StateError
 from shardwise.tensor.cut import Cut, DimCut, PieceCut, as_dtensor
 from shardwise.tensor.inner import inner_of, plain_parts, version_of
@@ -31,48 +30,6 @@ State = dict[str, torch.Tensor]
 Convert = Callable[[State], State]
 
 _SITE = CollectiveId("gather", "(stream)", 0)
-_BUCKET_BYTES = 64 << 20
-
-
-def stream(
-    model: Model,
-    *,
-    ranks: Collection[int] | None = None,
-    dtype: torch.dtype | None = None,
-    bucket_bytes: int = _BUCKET_BYTES,
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield a model's full weights one after the other, as (name, tensor), between training steps.
-
-    Every rank calls it and iterates to the end. The ``ranks`` (global ranks; None is all) get the
-    weights; the other ranks only send, and their loop has no iterations. Names and shapes are those
-    of ``state_dict()``, or of ``save_pretrained`` for a model of transformers. Tied weights are
-    yielded once. Floating-point weights are cast to ``dtype`` before they are sent; None is the
-    master dtype. ``model`` may be a list of a rank's pipeline stages, whose order is kept. The
-    caller owns the yielded tensors.
-
-    **Cost** each slice is sent once to each rank that needs it. Ranks that get the weights need
-    memory for one tensor and ``bucket_bytes``, in which small tensors are sent together, beside the
-    tensors that the caller keeps. Tensors that several axes cut (tensor and expert parallelism,
-    pipelines) need one more piece. If the names of transformers need several tensors at once, those
-    of a layer are in memory.
-
-    **Raises** ConfigError on all ranks for unknown ``ranks``, when the arguments of ranks differ,
-    and for a parameter that is made of several tensors; StateError inside `gathered`, and when a
-    weight changes before the last one is yielded.
-    """
-    if type(bucket_bytes) is not int or bucket_bytes < 0:
-        raise ConfigError(f"stream(): bucket_bytes={bucket_bytes!r}: expected bytes, 0 or more")
-    if dtype is not None and not getattr(dtype, "is_floating_point", False):
-        raise ConfigError(f"stream(): dtype={dtype!r}: expected a floating-point dtype, or None")
-    weights = FullWeights(model, "stream()", ranks, dtype)
-    transformers = sys.modules.get("transformers")
-    if transformers is not None and isinstance(model, transformers.PreTrainedModel):
-        from shardwise.interop.transformers.saving import Plan
-
-        plan = Plan(model, None, save_original_format=True)
-        return weights.stream(plan.tensors, plan.groups, plan.revert, bucket_bytes)
-    tensors = {name: t for each in modules_of(model) for name, t in named_weights(each).items()}
-    return weights.stream(tensors, [[name] for name in tensors], dict, bucket_bytes)
 
 
 def named_weights(model: nn.Module) -> State:

@@ -307,7 +307,8 @@ class ObserveCallback(ObservedLoop, _Callback):
 
     For ``Trainer(strategy="shardwise", callbacks=[ObserveCallback("runs/a")])``. It records waits
     for batches, saves and the tokens of a batch. Every ``log_every_n_steps`` it records the loss
-    and the module's logs, which waits for the device. Validation is left out.
+    and the module's logs, which waits for the device. Validation is left out. ``run`` is the
+    observation; it is None before ``fit`` begins and after it ends.
 
     **Raises** ConfigError as training begins, if the module is not sharded.
     """
