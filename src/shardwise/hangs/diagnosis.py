@@ -65,33 +65,20 @@ _REMEDY = (
 # -- waits
 
 
-@dataclass(frozen=True)
-class TorchCall:
-    """A call of torch.distributed that a thread is in.
-
-    ``kind`` is the kind of collective alone, ``text`` has this rank's arguments too. ``group`` is
-    None if it is unknown. ``needs_all``: no rank of the group can end it without all others.
-    """
-
-    kind: str
-    text: str
-    group: dist.ProcessGroup | None
-    needs_all: bool = False
-
-    @property
-    def key(self) -> CollectiveKey:
-        """Its key, the same on all ranks of the group."""
-        return CollectiveKey(self.kind, "", 0, "torch", self.group)
-
-
 @dataclass(eq=False)
 class Wait:
-    """A wait under way; ``call`` is torch's own call, if it is one."""
+    """A collective under way, or a call of torch's own.
+
+    ``number`` is that of the collective among those of its key. A call of torch's has 0, and
+    ``torch_text`` describes it with this rank's arguments. ``needs_all``: no rank can end it
+    without all others.
+    """
 
     key: CollectiveKey
     number: int = 0
     begun_s: float = field(default_factory=time.monotonic)
-    call: TorchCall | None = None
+    torch_text: str = ""
+    needs_all: bool = True
     is_reported: bool = False
     is_ended: bool = False
 
@@ -100,9 +87,10 @@ class Wait:
         """Seconds since it began."""
         return time.monotonic() - self.begun_s
 
-    def text(self, thread: int) -> str:
-        """Return its description, with the user's line."""
-        return (self.key.text if self.call is None else self.call.text) + line_of(thread)
+    @property
+    def text(self) -> str:
+        """Its description for messages."""
+        return self.torch_text or self.key.text
 
     def record(self) -> WaitRecord:
         """Return its description for other ranks; it is the main thread's.
@@ -112,10 +100,10 @@ class Wait:
         is_any = self.key.group is None and not self.key.members
         return WaitRecord(
             self.key.key,
-            self.number if self.call is None else 0,
+            self.number,
             tuple(range(dist.get_world_size()) if is_any else self.key.ranks),
-            self.text(threading.main_thread().ident or 0),
-            needs_all=self.call is None or self.call.needs_all,
+            self.text + line_of(threading.main_thread().ident or 0),
+            self.needs_all,
             trains=bool(self.key.axis or self.key.about),
         )
 
@@ -133,8 +121,8 @@ class StalledCalls:
         place = _place_of_main()
         if place != self._place:
             self._place, self._found, self._since_s = place, None, time.monotonic()
-        elif self._found is None and (call := torch_call()) is not None:
-            self._found = Wait(call.key, 0, self._since_s, call)
+        elif self._found is None and (found := torch_call()) is not None:
+            found.begun_s, self._found = self._since_s, found
         return self._found
 
 
@@ -183,13 +171,13 @@ def _drop_ended(launched: _Launched) -> None:
 # -- torch's own calls
 
 
-def torch_call() -> TorchCall | None:
+def torch_call() -> Wait | None:
     """Return the call of torch.distributed that the main thread is in, if it is in one."""
     frames = list(frames_of(threading.main_thread().ident or 0))
     return _call_in(frames) or _backward_in(frames)
 
 
-def call_of_error(error: BaseException) -> TorchCall | None:
+def call_of_error(error: BaseException) -> Wait | None:
     """Return the call of torch.distributed that has raised an error, if one has."""
     frames: list[FrameType] = []
     trace: TracebackType | None = error.__traceback__
@@ -223,14 +211,13 @@ def _is_backward(frame: FrameType) -> bool:
     return (frame.f_code.co_filename, frame.f_code.co_name) == _BACKWARD
 
 
-def _backward_in(frames: list[FrameType]) -> TorchCall | None:
+def _backward_in(frames: list[FrameType]) -> Wait | None:
     if not frames or not _is_backward(frames[0]):
         return None
-    kind = "backward(), in a reduction of gradients"
-    return TorchCall(kind, kind, dist.group.WORLD, needs_all=True)
+    return _torch_wait("backward(), in a reduction of gradients", dist.group.WORLD, True)
 
 
-def _call_in(frames: list[FrameType]) -> TorchCall | None:
+def _call_in(frames: list[FrameType]) -> Wait | None:
     """Return the call that some frames are in, the innermost first.
 
     A decorator's frame may be around the collective, and a method's inside: the first name without
@@ -244,7 +231,7 @@ def _call_in(frames: list[FrameType]) -> TorchCall | None:
         return None
     group = _group_in(inside)
     if any(name.startswith(_PIPELINE) for name in names):
-        return TorchCall("exchange", "an exchange between stages", group)
+        return _torch_wait("exchange", group, False, "an exchange between stages")
     calls = [frame for frame in inside if not frame.f_code.co_name.startswith("_")]
     calls = [frame for frame in calls if frame.f_code.co_name != "wrapper"] or inside
     kind = calls[0].f_code.co_name
@@ -253,7 +240,15 @@ def _call_in(frames: list[FrameType]) -> TorchCall | None:
     given = [v for v in calls[0].f_locals.values() if isinstance(v, torch.Tensor)][:1]
     of = "".join(f" of {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in given)
     needs_all = group is not None and kind.startswith(_NEED_ALL)
-    return TorchCall(kind, f"torch's {kind}{of}{_over(group)}", group, needs_all)
+    return _torch_wait(kind, group, needs_all, f"torch's {kind}{of}{_over(group)}")
+
+
+def _torch_wait(
+    kind: str, group: dist.ProcessGroup | None, needs_all: bool, text: str = ""
+) -> Wait:
+    """Return a call of torch's; its key is the same on all ranks of the group."""
+    key = CollectiveKey(kind, "", 0, "torch", group)
+    return Wait(key, torch_text=text or kind, needs_all=needs_all)
 
 
 def _group_in(frames: list[FrameType]) -> dist.ProcessGroup | None:
@@ -320,7 +315,7 @@ class Table:
     def __init__(self, heard: Heartbeats, rank: int, wait: WaitRecord) -> None:
         self.gone: list[int] = []
         self.missing: list[int] = []
-        self._heard = heard
+        self._heard, self._rank = heard, rank
         self._waiting: dict[int, WaitRecord] = {rank: wait}
         self._lives: dict[int, tuple[Life, str]] = {}
         for other, by in needed_ranks(heard, rank, wait).items():
@@ -333,6 +328,12 @@ class Table:
                 self._waiting[other] = beat.wait
             else:
                 self.missing.append(other)
+
+    @property
+    def reporter(self) -> int:
+        """The lowest rank that is in this wait, which logs the table of a long one for all."""
+        mine = self._waiting[self._rank].key
+        return min(rank for rank, wait in self._waiting.items() if wait.key == mine)
 
     @property
     def followers(self) -> list[int]:

@@ -309,7 +309,7 @@ def _describe_error(error: BaseException) -> Mapping[str, str | bool]:
     if isinstance(error, RuntimeError) and not follows and not is_out_of_memory(error):
         call = call_of_error(error)
     if call is not None:
-        text = f"{call.text} failed: {FAILED_GROUPS.reason(call.group) or text}"
+        text = f"{call.text} failed: {FAILED_GROUPS.reason(call.key.group) or text}"
         follows = isinstance(error, dist.DistError) or "gloo" in str(error)
     return {"error": type(error).__name__, "message": text[:_MAX_MESSAGE], "follows": follows}
 
