@@ -52,8 +52,9 @@ class ObserveCallback(ObservedLoop, transformers.TrainerCallback):  # type: igno
 
     For ``Trainer(..., callbacks=[ObserveCallback("runs/a")])`` on every rank, with the `Trainer` of
     this package or the stock one. It records waits for batches, saves, tokens and Trainer's logs;
-    evaluations are left out. ``run`` is the observation while training. Put ``with callback:`` around ``train()`` of the stock Trainer, so
-    that the record of a run that raises has its end.
+    evaluations are left out. ``run`` is the observation, None before training and after it. Put
+    ``with callback:`` around ``train()`` of the stock Trainer, so that the record of a run that
+    raises has its end.
 
     **Raises** ConfigError as training begins, if the model is not sharded.
     """
