@@ -37,6 +37,8 @@ from shardwise.train.optimizers import OPTIMIZERS, check_options
 SIZES = ("micro_batch", "accumulation", "global_batch")
 COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 PRECISION_BLOCKS = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16"}  # one has an old name
+BETAS = ("beta1", "beta2")
+_USUAL_BETAS = (0.9, 0.999)  # torch's default
 _SCALE = {"loss_scale": 65536.0, "loss_scale_window": 1000}
 _DEFAULT_CLIPPING = 1.0  # DeepSpeed's since 0.19; it was 0 before
 _LARGEST_POWER = 127
@@ -52,16 +54,6 @@ _AUTO_OPTIONS = {"warmup_min_lr": 0.0, "warmup_max_lr": None, "warmup_type": "lo
 
 
 @dataclass(frozen=True)
-class OptimizerChoice:
-    """``name`` is a row of ``OPTIMIZERS``; ``auto`` are arguments that the file leaves to you."""
-
-    name: str
-    arguments: JsonMapping
-    defaults: JsonMapping
-    auto: frozenset[str]
-
-
-@dataclass(frozen=True)
 class TorchSchedule:
     """A class of torch.optim.lr_scheduler, with its arguments."""
 
@@ -74,12 +66,13 @@ class Reading:
     """A DeepSpeed file that was read.
 
     ``values`` are the keys of ours that it sets, ``defaults`` DeepSpeed's values of others. A key
-    in neither is left open. ``precision`` may be None too: it is at "auto".
+    in neither is left open. ``precision`` may be None too: it is at "auto". ``auto`` are arguments
+    of the optimizer that the file leaves to you, by our keys.
     """
 
     values: JsonMapping
     defaults: JsonMapping
-    optimizer: OptimizerChoice | None
+    auto: frozenset[str]
     schedule: Curve | TorchSchedule | None
     report: Report
 
@@ -124,7 +117,7 @@ class DeepSpeedFile:
     def __init__(self, content: JsonMapping, reader: Reader, precision: object = None) -> None:
         self.content, self.reader = content, reader
         self.values, self.defaults = reader.values, reader.defaults
-        self.optimizer: OptimizerChoice | None = None
+        self.auto: set[str] = set()
         self.schedule: Curve | TorchSchedule | None = None
         self.is_on = self._precisions(precision)
 
@@ -163,7 +156,8 @@ class DeepSpeedFile:
             if content.get("gradient_clipping") != "auto" and not reader.plans:
                 text = "DeepSpeed's default since 0.19; 0 turns clipping off"
                 reader.add("default", "gradient_clipping", _DEFAULT_CLIPPING, text)
-        return Reading(self.values, self.defaults, self.optimizer, self.schedule, reader.report())
+        auto = frozenset(self.auto)
+        return Reading(self.values, self.defaults, auto, self.schedule, reader.report())
 
     # -- fp16, bf16
 
@@ -328,8 +322,11 @@ class DeepSpeedFile:
             default = f"{defaults[key]:g}" if key in defaults else "torch's default"
             text += "" if key == "lr" else f"; {default} otherwise"
             reader.add("auto", f"optimizer.params.{key}", "auto", text)
-        self.values["optimizer"] = name
-        self.optimizer = OptimizerChoice(name, arguments, defaults, frozenset(auto))
+        if "betas" in OPTIMIZERS[name][1]:
+            defaults |= dict(zip(BETAS, _USUAL_BETAS, strict=True))
+        self.values |= {"optimizer": name, **_as_keys(arguments)}
+        self.defaults |= defaults
+        self.auto = {*auto, *(BETAS if "betas" in auto else ())}
         return None
 
     def _scheduler(self, kind: Entry) -> None:
@@ -365,6 +362,20 @@ class DeepSpeedFile:
                 reader.add("auto", f"{params}.{key}", "auto", f"give {key}= to scheduler()")
 
 
+def check_schedule_options(name: str, options: JsonMapping, where: str) -> None:
+    """Raise ConfigError if an option is not one of the scheduler of torch."""
+    check_names(options, TORCH_SCHEDULERS[name], where, f"option {{!r}} of {name}")
+
+
+def _as_keys(arguments: JsonMapping) -> JsonObject:
+    """Return an optimizer's arguments as keys of ours."""
+    options = dict(arguments)
+    keys: JsonObject = {key: options.pop(key) for key in ("lr", "weight_decay") if key in options}
+    if "betas" in options:
+        keys |= zip(BETAS, options.pop("betas"), strict=True)
+    return {**keys, "optimizer_options": options} if options else keys
+
+
 def _argument(entry: Entry) -> object:
     """Check one argument of an optimizer."""
     name, value = entry.key.rpartition(".")[2], entry.value
@@ -375,11 +386,6 @@ def _argument(entry: Entry) -> object:
     if entry.row is not None and entry.row.kind == "flag":
         return None if value is None else entry.flag()
     return entry.number()
-
-
-def check_schedule_options(name: str, options: JsonMapping, where: str) -> None:
-    """Raise ConfigError if an option is not one of the scheduler of torch."""
-    check_names(options, TORCH_SCHEDULERS[name], where, f"option {{!r}} of {name}")
 
 
 def _refuse_tensor_parallel(entry: Entry) -> None:
