@@ -49,6 +49,7 @@ LAB = Lab(
         "put both numbers, in seconds, into your save_interval",
     ),
     uses_engine=True,
+    hang_s=60.0,
     hints={
         1: (
             "Two numbers: reductions so far, and bytes in the bucket.",
