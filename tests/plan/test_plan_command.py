@@ -184,14 +184,10 @@ def test_the_winner_of_a_search_is_written_and_never_offloads(tiny, tmp_path, ca
     assert load_config(path, {}).stage == facts["winner"]["candidate"]["stage"]
 
 
-def test_the_optimizer_of_a_run_is_written(tmp_path):
-    path = tmp_path / "train.yaml"
-    assert run_plan(["demo", "--ranks", "2", "--optimizer", "sgd", "--write", str(path)]) == 0
-    assert load_config(path, {}).optimizer == "sgd"
-
-
-@pytest.mark.parametrize(("key", "last"), [("gather", "int4"), ("reduce", "int4-a2a")])
-def test_a_format_is_planned_written_and_read_again(key, last, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("key", "last"), [("gather", "int4"), ("reduce", "int4-a2a"), ("optimizer", "sgd")]
+)
+def test_a_format_or_an_optimizer_is_planned_written_and_read_again(key, last, tmp_path, capsys):
     path = tmp_path / "train.yaml"
     assert run_plan(["demo", "--ranks", "2", f"--{key}", last, "--write", str(path)]) == 0
     assert getattr(load_config(path, {}), key) == last
