@@ -35,30 +35,6 @@ def was_written_before(run, seconds):
         os.utime(file, (written_s, written_s))
 
 
-def test_lines_are_taken_when_they_are_whole_and_once(tmp_path):
-    run = write_record(tmp_path, num_steps=3)
-    steps = run / FOLDER / "steps.jsonl"
-    assert [each.step for each in read_ends(run).steps] == [1, 2, 3]
-    text = line(4, loss=0.5)
-    add(steps, text[:20])
-    assert read_ends(run).steps[-1].step == 3
-    add(steps, text[20:] + line(5))
-    assert [each.step for each in read_ends(run).steps] == [1, 2, 3, 4, 5]
-    assert read_ends(run).steps[3].values == {"loss": 0.5}
-
-
-def test_a_run_that_is_resumed_is_read_anew(tmp_path):
-    run = write_record(tmp_path, num_steps=6)
-    steps = run / FOLDER / "steps.jsonl"
-    read_ends(run)
-    kept = steps.read_text().splitlines(keepends=True)[:2]
-    other = steps.with_name("steps.cut")
-    other.write_text("".join(kept) + line(3, loss=7.0) * 9)
-    other.replace(steps)
-    lines = read_ends(run).steps
-    assert [each.step for each in lines[:3]] == [1, 2, 3] and lines[2].values == {"loss": 7.0}
-
-
 def test_the_newest_memory_of_each_rank_is_shown(tmp_path):
     run = write_record(tmp_path, num_ranks=2)
     assert sampled(run) == {0: 32, 1: 32}

@@ -20,7 +20,7 @@ from shardwise.keys import check_keys, key
 from shardwise.monitor.doctor import diagnose
 from shardwise.monitor.page import ShownRun, report_html
 from shardwise.monitor.record import RunRecord, folder_of, read_run
-from shardwise.monitor.timeline import recorded_trace
+from shardwise.monitor.summary import recorded_trace
 from shardwise.quantities import format_bytes
 
 if TYPE_CHECKING:
