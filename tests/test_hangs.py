@@ -172,6 +172,11 @@ def test_ranks_in_different_calls_are_told_apart_from_those_stuck_in_one():
     text = table(_1=elsewhere, _2=waits()).describe()
     assert "in different calls" in text and "optional=" in text
     assert "Waiting: ranks 0, 2 in here; rank 1 in there" in text
+    assert table(_1=elsewhere, _2=waits()).reporter == 0
+    heard = Heartbeats()
+    for rank, beat in {0: waits(key="other"), 1: waits(), 2: waits(), 3: beats()}.items():
+        heard.add(rank, beat)
+    assert Table(heard, 2, record(ranks=(0, 1, 2, 3))).reporter == 1  # it waits in the same call
     assert "stuck inside" in table(_1=waits(), _2=waits()).describe()
 
 

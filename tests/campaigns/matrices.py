@@ -28,7 +28,7 @@ import test_shard_tensor_draws as draws  # noqa: E402
 import test_shard_tensor_optimizers as optimizers  # noqa: E402
 import test_shard_tensor_sweep as functions  # noqa: E402
 from memory_cells import MODELS, cells_of  # noqa: E402
-from ranks import run_ranks  # noqa: E402
+from ranks import on_ranks, run_ranks  # noqa: E402
 from resumes import prepared, write_text  # noqa: E402
 from shardwise.errors import GradientError  # noqa: E402
 from trainer import LAYOUTS  # noqa: E402
@@ -137,8 +137,10 @@ def test_every_plan_with_degrees_sends_what_its_run_does(num_ranks, tmp_path):
 
 
 @pytest.mark.parametrize("num_ranks", experts.MORE_CELLS)
+@on_ranks()
 def test_every_cell_of_experts_over_any_axes(num_ranks):
-    run_ranks(experts.all_cells, num_ranks, experts.MORE_CELLS[num_ranks])
+    for cell in experts.MORE_CELLS[num_ranks]:
+        experts.trains_as_one_process_does(cell)
 
 
 DEGREES = ("dp_replicate", "cp", "tp", "pp", "ep")

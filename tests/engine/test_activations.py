@@ -2,10 +2,10 @@
 
 import gc
 import itertools
+from functools import partial
 
 import pytest
 import torch
-from test_overlap import assert_same
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
@@ -18,7 +18,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from models import Block
-from ranks import on_ranks, run_ranks
+from ranks import on_ranks
+from same_runs import assert_same, same_runs
+from scenarios import NEEDS_TRANSFORMERS
 from shardwise import Offload, accumulate, describe, shard
 from shardwise.debug import stats
 from shardwise.engine.api import engine_of
@@ -159,15 +161,16 @@ def slots_of(model):
 
 @on_ranks(1, 3)
 def test_training_has_the_bits_of_training_with_inputs_on_the_device():
+    def run(kind, how, state, away):
+        model = made(kind, Offload(state, None, state, activations=away), **how)
+        found = train(model)
+        if away == "cpu":  # of two losses that are summed
+            assert slots_of(model)[:2] == (2 * (NUM_BLOCKS - 1),) * 2
+        return found
+
     for number, kind in enumerate(KINDS):
-        how = HOW[number % len(HOW)]
-        state = ("cpu", "device")[number % 2]
-        runs = []
-        for away in ("device", "cpu"):
-            model = made(kind, Offload(state, None, state, activations=away), **how)
-            runs.append(train(model))
-        assert_same(*runs)
-        assert slots_of(model)[:2] == (2 * (NUM_BLOCKS - 1),) * 2  # of two losses that are summed
+        how, state = HOW[number % len(HOW)], ("cpu", "device")[number % 2]
+        same_runs(partial(run, kind, how, state), ("device", "cpu"))
 
 
 @on_ranks(1)
@@ -259,8 +262,7 @@ class Staying(Around):
 
 @on_ranks(1, 2)
 def test_what_others_hold_too_and_parameters_stay():
-    runs = [train(made(Staying, offload)) for offload in (None, AWAY)]
-    assert_same(*runs)
+    same_runs(lambda offload: train(made(Staying, offload)), (None, AWAY))
     model = made(Staying, AWAY)
     loss = loss_of(model)
     # the inputs of blocks 1 to 4; what the last two take is one tensor, and stays
@@ -369,8 +371,7 @@ def test_a_model_without_checkpoints_is_told_so_once():
 
 @on_ranks(1)
 def test_graphs_that_are_kept_run_again():
-    found = []
-    for offload in (None, AWAY):
+    def run(offload):
         model = made(Around, offload, stage=2)
         x = batch(0).requires_grad_()
         loss = model(x).square().mean()
@@ -379,43 +380,40 @@ def test_graphs_that_are_kept_run_again():
         other = model(x).square().mean()
         (grad,) = torch.autograd.grad(other, x, create_graph=True)
         grad.square().sum().backward()
-        found.append([x.grad, *(p.grad.full_tensor() for p in model.parameters())])
-    assert_same(*found)
+        return [x.grad, *(p.grad.full_tensor() for p in model.parameters())]
+
+    same_runs(run, (None, AWAY))
 
 
 @on_ranks(1)
 def test_autocast_has_the_same_bits():
-    runs = []
-    for offload in (None, AWAY):
-        with torch.autocast("cpu", torch.bfloat16):
-            runs.append(train(made(Around, offload)))
-    assert_same(*runs)
+    with torch.autocast("cpu", torch.bfloat16):
+        same_runs(lambda offload: train(made(Around, offload)), (None, AWAY))
 
 
 @on_ranks(1, 3)
 def test_fully_shard_takes_them_as_an_offload_policy():
     whole = Offload("cpu", "cpu", "cpu", activations="cpu")
+
+    def run(kind, policy):
+        model = kind()
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model, **({} if policy is None else {"offload_policy": policy}))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        found = []
+        for step in range(2):
+            loss = loss_of(model, step)
+            loss.backward()
+            found += [loss.detach(), *(p.grad.full_tensor() for p in model.parameters())]
+            optimizer.step()
+            optimizer.zero_grad()
+            if isinstance(policy, Offload):
+                assert slots_of(model)[2] == ALL_BUT_THE_LAST
+        return found
+
     for kind in (Around, Inside):
-        runs = []
-        for policy in (None, AWAY, CPUOffloadPolicy(), whole):
-            torch.manual_seed(0)
-            model = kind()
-            for block in model.blocks:
-                fully_shard(block)
-            fully_shard(model, **({} if policy is None else {"offload_policy": policy}))
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-            found = []
-            for step in range(2):
-                loss = loss_of(model, step)
-                loss.backward()
-                found += [loss.detach(), *(p.grad.full_tensor() for p in model.parameters())]
-                optimizer.step()
-                optimizer.zero_grad()
-                if isinstance(policy, Offload):
-                    assert slots_of(model)[2] == ALL_BUT_THE_LAST
-            runs.append(found)
-        for run in runs[1:]:
-            assert_same(run, runs[0])
+        same_runs(partial(run, kind), (None, AWAY, CPUOffloadPolicy(), whole))
     with pytest.raises(ConfigError, match="activations='nvme:/a'"):
         fully_shard(Block(), offload_policy=Offload(activations="nvme:/a"))
     with pytest.raises(ConfigError, match="all state of a rank in host memory, and"):
@@ -427,8 +425,8 @@ def test_fully_shard_takes_them_as_an_offload_policy():
 @on_ranks(1)
 def test_micro_batches_in_flight_have_a_place_each():
     """GPipe runs all forward passes first; each has its own place on the host."""
-    runs = []
-    for offload in (None, AWAY):
+
+    def run(offload):
         model = made(Around, offload)
         schedule = ScheduleGPipe(
             PipelineStage(model, 0, 1, torch.device("cpu")),
@@ -438,52 +436,50 @@ def test_micro_batches_in_flight_have_a_place_each():
         for _ in range(2):
             model.zero_grad()
             schedule.step(batch(0, 3 * ROWS), target=torch.ones(3 * ROWS, 5))
-        runs.append([p.grad.full_tensor() for p in model.parameters()])
-    assert_same(*runs)
-    assert slots_of(model) == (*[3 * (NUM_BLOCKS - 1)] * 2, 3 * ALL_BUT_THE_LAST)
+        if offload is not None:
+            assert slots_of(model) == (*[3 * (NUM_BLOCKS - 1)] * 2, 3 * ALL_BUT_THE_LAST)
+        return [p.grad.full_tensor() for p in model.parameters()]
+
+    same_runs(run, (None, AWAY))
 
 
-def of_transformers(rank, world_size):
+@NEEDS_TRANSFORMERS
+@on_ranks(1)
+def test_layers_of_transformers_with_gradient_checkpointing():
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 16, "intermediate_size": 24, "vocab_size": 32}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 4}
     tokens = torch.arange(2 * 6).view(2, 6)
+
+    def run(reentrant, trains_all, offload):
+        model = LlamaForCausalLM(LlamaConfig(**sizes, **heads))
+        name = "activation_checkpointing_enable"  # and of transformers 4 the other
+        enable = getattr(model, name, model.gradient_checkpointing_enable)
+        enable({"use_reentrant": reentrant})
+        if not trains_all:
+            model.model.embed_tokens.requires_grad_(False)
+            model.enable_input_require_grads()
+        model = shard(model.train(), offload=offload)
+        found = []
+        for _ in range(2):
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            found.append(loss.detach())
+        if offload is not None:
+            away = 4 - 1 if trains_all else 4 - 2
+            assert slots_of(model)[2] == away * tokens.numel() * 16 * 4
+        return found + [p.grad.full_tensor() for p in model.parameters() if p.grad is not None]
+
     for reentrant, trains_all in itertools.product((False, True), (False, True)):
-        runs = []
-        for offload in (None, AWAY):
-            torch.manual_seed(0)
-            model = LlamaForCausalLM(LlamaConfig(**sizes, **heads))
-            name = "activation_checkpointing_enable"  # and of transformers 4 the other
-            enable = getattr(model, name, model.gradient_checkpointing_enable)
-            enable({"use_reentrant": reentrant})
-            if not trains_all:
-                model.model.embed_tokens.requires_grad_(False)
-                model.enable_input_require_grads()
-            model = shard(model.train(), offload=offload)
-            found = []
-            for _ in range(2):
-                loss = model(input_ids=tokens, labels=tokens).loss
-                loss.backward()
-                found.append(loss.detach())
-            runs.append(
-                found + [p.grad.full_tensor() for p in model.parameters() if p.grad is not None]
-            )
-        assert_same(*runs)
-        assert slots_of(model)[2] == (4 - 1 if trains_all else 4 - 2) * tokens.numel() * 16 * 4
-
-
-def test_layers_of_transformers_with_gradient_checkpointing():
-    pytest.importorskip("transformers")
-    run_ranks(of_transformers, 1)
+        same_runs(partial(run, reentrant, trains_all), (None, AWAY))
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:::torch", "ignore::DeprecationWarning")
 @on_ranks(1)
 def test_compiled_blocks_are_not_compiled_again():
-    runs = []
-    for offload in (None, AWAY):
+    def run(offload):
         torch._dynamo.reset()
         model = made(Around, offload)
         for block in model.blocks:
@@ -492,6 +488,7 @@ def test_compiled_blocks_are_not_compiled_again():
         before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         train(model)
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
-        runs.append(found)
-    assert_same(*runs)
-    assert slots_of(model)[0] == 2 * (NUM_BLOCKS - 1)
+        assert offload is None or slots_of(model)[0] == 2 * (NUM_BLOCKS - 1)
+        return found
+
+    same_runs(run, (None, AWAY))

@@ -2,18 +2,20 @@
 
 import itertools
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_overlap import OPTIMIZERS, assert_same, everything, make_optimizer, train
 from torch import nn
 
 from models import Stack
 from rank_tables import each_of
-from ranks import on_ranks, run_ranks
+from ranks import on_ranks
+from same_runs import OPTIMIZERS, assert_same, everything, go_on, same_runs, train
+from same_runs import make as make_of
 from shardwise import Offload, describe, load, save, shard
 from shardwise.debug import stats
 from shardwise.device import HostTime
@@ -62,10 +64,7 @@ def places(folder):
     ]
 
 
-def make(name, place, stage=3, precision="fp32"):
-    torch.manual_seed(0)
-    model = shard(Wide(), stage=stage, precision=precision, offload=place)
-    return model, make_optimizer(name, model)
+make = partial(make_of, kind=Wide)
 
 
 def step_at_every_place(rank, world_size, folder):
@@ -76,16 +75,15 @@ def step_at_every_place(rank, world_size, folder):
     cases += [
         (name, kinds[number % 3], (3, 0, 2)[number % 3]) for number, name in enumerate(others)
     ]
+
+    def run(name, stage, precision, where):
+        with small_loads() as sizes:
+            found = go_on(*make(name, where, stage, precision), 3, first=0)
+        assert bool(sizes) == (where is not None)
+        return found
+
     for number, (name, place, stage) in enumerate(cases[world_size // 3 :: 2]):
-        precision = ("fp32", "bf16")[number % 2]
-        runs = []
-        for where in (None, place):
-            model, optimizer = make(name, where, stage, precision)
-            with small_loads() as sizes:
-                found = train(model, optimizer, 3) + everything(model, optimizer)
-            runs.append(found)
-            assert bool(sizes) == (where is not None)
-        assert_same(*runs)
+        same_runs(partial(run, name, stage, ("fp32", "bf16")[number % 2]), (None, place))
 
 
 def count_bytes(rank, world_size):
@@ -108,63 +106,45 @@ def count_bytes(rank, world_size):
     assert places["host"] >= 16 * numel - 4 * numel  # slices and moments; gradients are gone
 
 
-def step_on_a_gpu(rank, world_size, device):
-    """Kernels of one device give one result, however parameters are cut into loads."""
-    ways = [{"fused": True}, {"foreach": True}, {"fused": True, "amsgrad": True}]
-    for number, options in enumerate(ways):
-        runs = []
-        for place in (None, *places(Path())[:2]):
-            torch.manual_seed(0)
-            made = nn.Sequential(*(nn.Linear(512, 512) for _ in range(6))).to(device)
-            precision = ("fp32", "bf16")[number % 2]
-            model = shard(made, precision=precision, units=nn.Linear, offload=place)
-            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, **options)
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(unit_step, "LOAD_BYTES", 1 << 20)
-                for _ in range(4):
-                    model(torch.randn(64, 512, device=device)).square().mean().backward()
-                    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    with torch.no_grad():
-                        model(torch.ones(1, 512, device=device))
-                found = everything(model, optimizer)
-            runs.append([each.cpu() for each in found])
-            for unit in engine_of(model).units:
-                for storage in unit.storages if unit.home is not None else ():
-                    assert unit.home is not None and storage.master.device.type == "cpu"
-                    assert unit.home.time.is_page_locked(storage.master)
-        for run in runs[1:]:
-            assert_same(run, runs[0])
-
-
-@pytest.mark.gpu
-def test_steps_through_a_gpu_have_the_bits_of_steps_that_rest_there():
-    run_ranks(step_on_a_gpu, 1, "cuda", fresh=True)
+def on_a_gpu(make_step, precision, halves, offload):
+    """Train six layers on a GPU, of which all state may rest on the host."""
+    made = nn.Sequential(*(nn.Linear(512, 512) for _ in range(6))).cuda()
+    model = shard(made, precision=precision, units=nn.Linear, offload=offload)
+    optimizer = make_step(model.parameters())
+    for _ in range(4):
+        model(torch.randn(64, 512, device="cuda")).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            model(torch.ones(1, 512, device="cuda"))
+            for p in model.parameters() if halves else ():
+                p.mul_(0.5)
+    found = [each.cpu() for each in everything(model, optimizer)]
+    for unit in engine_of(model).units:
+        for storage in unit.storages if unit.home is not None else ():
+            assert storage.master.device.type == "cpu"
+            assert unit.home.time.is_page_locked(storage.master)
+    return found
 
 
 @pytest.mark.gpu
 @on_ranks(1, fresh=True)
-def test_training_with_slices_at_home_gives_the_same_bits_on_a_gpu():
-    """Steps of half the gradient: the same bits whichever processor takes them."""
+def test_steps_through_a_gpu_have_the_bits_of_steps_that_rest_there():
+    """Kernels of one device give one result, however parameters are cut into loads.
+
+    Steps of half the gradient have the same bits whichever processor takes them.
+    """
+    ways = [{"fused": True}, {"foreach": True}, {"fused": True, "amsgrad": True}]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(unit_step, "LOAD_BYTES", 1 << 20)
+        for number, options in enumerate(ways):
+            make_step = partial(torch.optim.AdamW, lr=0.01, **options)
+            run = partial(on_a_gpu, make_step, ("fp32", "bf16")[number % 2], False)
+            same_runs(run, (None, *places(Path())[:2]))
     for precision in ("fp32", "bf16"):
-        results = []
-        for offload in (None, "cpu"):
-            torch.manual_seed(0)
-            made = nn.Sequential(*(nn.Linear(512, 512) for _ in range(6))).cuda()
-            model = shard(made, precision=precision, units=nn.Linear, offload=offload)
-            assert all(p.to_local().is_cuda == (offload is None) for p in model.parameters())
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-            for _ in range(4):
-                model(torch.randn(64, 512, device="cuda")).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                with torch.no_grad():
-                    model(torch.ones(1, 512, device="cuda"))
-                    for p in model.parameters():
-                        p.mul_(0.5)
-            results.append([p.full_tensor().detach().cpu() for p in model.parameters()])
-        assert_same(*results)
+        halving = partial(on_a_gpu, partial(torch.optim.SGD, lr=0.5), precision, True)
+        same_runs(halving, (None, "cpu"))
 
 
 def count_fetches(rank, world_size):
@@ -202,12 +182,11 @@ def move_through_a_checkpoint(rank, world_size, folder):
         model, optimizer = make("fused", on_device)
         train(model, optimizer, 2)
         save(folder / "saved", model, optimizer)
-        expected = train(model, optimizer, 2, first=2) + everything(model, optimizer)
+        expected = go_on(model, optimizer)
         for number, where in enumerate(("cpu", on_device, None)):
-            other, of_other = make("fused", where, stage=(3, 1, 2)[number])
-            load(folder / "saved", other, of_other)
-            found = train(other, of_other, 2, first=2) + everything(other, of_other)
-            assert_same(found, expected)
+            other = make("fused", where, stage=(3, 1, 2)[number])
+            load(folder / "saved", *other)
+            assert_same(go_on(*other), expected)
 
 
 def fail_in_a_load(rank, world_size):
@@ -229,18 +208,16 @@ def fail_in_a_load(rank, world_size):
             train_alone(model, optimizer)
 
 
-def go_on(rank, world_size):
+def step_with_none(rank, world_size):
     """State that is None, and a first load for which there was no memory; both step as ever."""
-    runs = []
-    for place in ("cpu", Offload("cpu", "cpu", "cpu", step_on="device")):
-        torch.manual_seed(0)
-        model = shard(Wide(), offload=place)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+    def run(place):
+        model, optimizer = make("momentum", place)
         for param in model.parameters():
             optimizer.state[param] = {"momentum_buffer": None}
         plain, tried = Lane._memory, []
 
-        def memory(lane, num_bytes, tried=tried, plain=plain):
+        def memory(lane, num_bytes):
             tried.append(num_bytes)
             if len(tried) == 1:
                 raise torch.OutOfMemoryError("no memory for the first load")
@@ -253,8 +230,9 @@ def go_on(rank, world_size):
                 with pytest.raises(torch.OutOfMemoryError):
                     lane.run(Load([torch.ones(3)], lambda _: ()))
                 lane.run(Load([torch.ones(3)], lambda _: ())).wait()
-            runs.append(train(model, optimizer, 3) + everything(model, optimizer))
-    assert_same(*runs)
+            return go_on(model, optimizer, 3, first=0)
+
+    same_runs(run, ("cpu", Offload("cpu", "cpu", "cpu", step_on="device")))
 
 
 def train_alone(model, optimizer):
@@ -289,7 +267,7 @@ SCENARIOS = {
     "each byte is brought once, in a fixed amount of memory": (count_bytes, (1,)),
     "what stays on the device gets new values there": (count_fetches, (1, 2)),
     "checkpoints move state between device and host": (move_through_a_checkpoint, (1, 3)),
-    "state that is None and a failed load change nothing": (go_on, (1,)),
+    "state that is None and a failed load change nothing": (step_with_none, (1,)),
     "a failed step is told with rank and unit": (fail_in_a_load, (1, 2)),
 }
 

@@ -6,13 +6,13 @@ import time
 
 import pytest
 import torch
-from test_offload_files import OPTIMIZERS, make
-from test_overlap import assert_same, everything, train
+from test_offload_files import OPTIMIZERS
 from torch import nn
 
 from models import Stack
 from rank_tables import each_of
 from ranks import HANG_S, run_ranks
+from same_runs import assert_same, go_on, make, train
 from shardwise import Offload, load, save, shard
 from shardwise.device import HostTime
 from shardwise.errors import CheckpointError, CollectiveError, ConfigError, ShardError, StorageError
@@ -44,8 +44,8 @@ def full_after(num_files):
 def fill_one_disk_at_the_first_step(rank, world_size, folder, name):
     """Only one rank has no room: no rank has stepped, and all can step when there is room."""
     place = f"nvme:{folder}"
-    expected = train(*make(3, "fp32", place, name), 2)
-    model, optimizer = make(3, "fp32", place, name)
+    expected = train(*make(name, place), 2)
+    model, optimizer = make(name, place)
     before = [param.full_tensor() for param in model.parameters()]
     with pytest.MonkeyPatch.context() as patch:
         if rank == world_size - 1:
@@ -56,7 +56,6 @@ def fill_one_disk_at_the_first_step(rank, world_size, folder, name):
     assert_same([param.full_tensor() for param in model.parameters()], before)
     assert not any(optimizer.state.values())
     optimizer.zero_grad()
-    optimizer.param_groups[0]["lr"] = 0.05
     assert_same(train(model, optimizer, 2), expected)
 
 
@@ -119,7 +118,7 @@ def train_on_a_disk_that_fails(rank, world_size, folder, place, breaks, first):
     begun_s = time.monotonic()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(file_slices, "cached_share", lambda _: 0.0)
-        model, optimizer = make(3, "fp32", place, "adamw")
+        model, optimizer = make("adamw", place)
         train(model, optimizer, first)
         if rank == victim:
             breaks(patch)
@@ -163,11 +162,10 @@ def test_a_disk_that_fails_in_training_is_told_to_every_rank_with_rank_unit_and_
 
 def save_after_one_has_failed(rank, world_size, folder):
     """A save tells all ranks, all load, and go on: the file that failed is made anew by all."""
-    place = f"nvme:{folder}"
-    model, optimizer = make(3, "fp32", place, "adamw")
+    model, optimizer = make("adamw", f"nvme:{folder}")
     train(model, optimizer, 2)
     save(folder / "saved", model, optimizer)
-    expected = train(model, optimizer, 2, first=2) + everything(model, optimizer)
+    expected = go_on(model, optimizer)
     with pytest.MonkeyPatch.context() as patch:
         model(torch.ones(3, 8)).sum().backward()
         if rank == world_size - 1:
@@ -177,7 +175,7 @@ def save_after_one_has_failed(rank, world_size, folder):
             save(folder / "never", model, optimizer)
     optimizer.zero_grad()
     load(folder / "saved", model, optimizer)
-    assert_same(train(model, optimizer, 2, first=2) + everything(model, optimizer), expected)
+    assert_same(go_on(model, optimizer), expected)
 
 
 SCENARIOS = {

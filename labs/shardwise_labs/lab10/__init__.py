@@ -43,7 +43,11 @@ LAB = Lab(
         "SW004",
         "no unit is larger than the model, so the rule never finds anything",
     ),
-    decision=Decision(60, "the square root of 2 x 20 s x 360,000 s is 3,795 s, or 63 minutes"),
+    decision=Decision(
+        60,
+        "the square root of 2 x 20 s x 360,000 s is 3,795 s, or 63 minutes",
+        "put both numbers, in seconds, into your save_interval",
+    ),
     uses_engine=True,
     hints={
         1: (

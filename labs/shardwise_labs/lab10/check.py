@@ -161,6 +161,7 @@ def _finding(judge: Judge, run: Provoked) -> object:
 def run(judge: Judge) -> None:
     """Train with bad settings: messages, the peak, and what the reader's rules say."""
     runs = _provoked(judge.rank, judge.solutions)
+    judge.row("", f"{'calls':>6} {'peak':>10}   your rule")
     for name, run in runs.items():
         many = len(run.trained.calls) if run.bucket_bytes is None else run.num_reductions
         judge.row(name, f"{many:>6} {run.trained.peak:>10,}   {_finding(judge, run) or '-'}")

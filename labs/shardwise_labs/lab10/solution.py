@@ -116,7 +116,7 @@ def mend(units: list[int], bucket_bytes: int, finding: str) -> tuple[list[int], 
 # After the run. lab10_broken.py has one rule that finds nothing where something is wrong: which
 # line, and which finding is missed: "SW002", "SW004", "SW010" or "SW011"?
 BREAK = {
-    "line": None,
+    "line": None,  # its number
     "finding": None,
 }
 

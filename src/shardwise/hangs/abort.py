@@ -57,7 +57,14 @@ from shardwise.hangs.diagnosis import (
     call_of_error,
     needed_ranks,
 )
-from shardwise.hangs.heartbeat import ENDED_WELL, Heartbeat, Heartbeats, WaitRecord, lines_of_main
+from shardwise.hangs.heartbeat import (
+    ENDED_WELL,
+    Heartbeat,
+    Heartbeats,
+    WaitRecord,
+    line_of,
+    lines_of_main,
+)
 
 _LOG = logging.getLogger("shardwise")  # on standard error, unless the program says otherwise
 _MAX_RANKS = 256  # that one rank reads: the store must serve all ranks that look
@@ -150,13 +157,9 @@ class Watch(Listener):
 
     def find_cause(self, key: CollectiveKey, reason: str) -> str:
         """Return why a collective has failed: the verdict that ended the wait, or another cause."""
-        cause = self._verdicts.pop(threading.get_ident(), None)
-        if cause is None:
-            cause = self._cause_of(Wait(key, self._counts[key.key]), reason)
-        if cause != reason:
-            self._fail(cause)  # ranks that wait for this one in another group pass it on
-            self.publish()
-        return cause
+        verdict = self._verdicts.pop(threading.get_ident(), None)
+        cause = verdict or self._cause_of(Wait(key, self._counts[key.key]), reason)
+        return self._publish_cause(cause, reason)
 
     def report_failure(self, text: str) -> None:
         """Tell ranks that wait for this one, or will, that it raises; before it does.
@@ -168,7 +171,7 @@ class Watch(Listener):
 
     def publish(self) -> None:
         """Look now; return once that is done, or some seconds have passed."""
-        if not self._threads or not self._is_one_of_several() or self._late_s():
+        if not self._threads or not self._is_one_of_several() or self._is_late:
             return
         if threading.current_thread() in self._threads:
             return
@@ -177,8 +180,12 @@ class Watch(Listener):
             self._wake.set()
             self._looked.wait_for(lambda: self._num_looks >= number, _PUBLISH_S)
 
-    def _fail(self, cause: str) -> None:
-        self._failure, self._follows = cause, True
+    def _publish_cause(self, cause: str, reason: str) -> str:
+        """Return the cause; if it was found, ranks that wait for this one will pass it on."""
+        if cause != reason:
+            self._failure, self._follows = cause, True
+            self.publish()
+        return cause
 
     def _cause_of(self, wait: Wait, reason: str) -> str:
         """Return the table of ranks if one of them is gone, or if the wait was over time.
@@ -296,7 +303,7 @@ class Watch(Listener):
         asked_s = WAITS.limit_s
         if not wait.key.axis:  # small exchanges end by themselves
             return None if asked_s is None else asked_s + self.look_every_s
-        if asked_s is not None or (wait.call is None and waits_block(wait.key.group)):
+        if asked_s is not None or (not wait.torch_text and waits_block(wait.key.group)):
             return asked_s
         own_s = timeout_s_of(wait.key.group)
         return None if own_s is None else own_s - 3 * self.look_every_s
@@ -308,40 +315,42 @@ class Watch(Listener):
             if main not in self._verdicts:
                 self._verdicts[main] = verdict
                 abort(wait.key.group)
-        elif (wait.call is not None or not waits_block(wait.key.group)) and not wait.is_ended:
+        elif (wait.torch_text or not waits_block(wait.key.group)) and not wait.is_ended:
             wait.is_ended = True  # it is in no call of ours, which would raise it
-            who = f"rank {dist.get_rank()}: {wait.text(main)}"
+            who = f"rank {dist.get_rank()}: {wait.text}{line_of(main)}"
             _LOG.error("shardwise: %s failed: %s", who, verdict)
             FAILED_GROUPS.add(wait.key.group, verdict)
-            self._fail(verdict)
-            if self._heard.is_current and not self._late_s():
+            self._failure, self._follows = verdict, True
+            if self._heard.is_current and not self._is_late:
                 self._exchange(None)
             abort_all()
 
     def _report_long_wait(self, thread: int, wait: Wait) -> None:
         if wait.is_reported or wait.is_ended or wait.waited_s <= self.patience_s:
             return
-        wait.is_reported = True
-        _LOG.warning(
-            "shardwise: rank %d has waited %.0f s in %s: %s. Every rank must make this call",
-            *(dist.get_rank(), self.patience_s, wait.text(thread)),
-            Table(self._heard, dist.get_rank(), wait.record()).describe(),
-        )
+        wait.is_reported, rank = True, dist.get_rank()
+        who = f"rank {rank} has waited {self.patience_s:.0f} s in {wait.text}{line_of(thread)}"
+        table = Table(self._heard, rank, wait.record())
+        if table.reporter == rank:
+            said = f"{who}: {table.describe()}. Every rank must make this call"
+        else:
+            said = f"{who}; rank {table.reporter} logs what each rank does"
+        _LOG.warning("shardwise: %s", said)
 
     def _look_at_looks(self) -> None:
         """Apply the rule while a look hangs; see Note [A store that does not answer]."""
         while not self._stop.wait(self.look_every_s):
-            if self._late_s() and dist.is_initialized():
+            if self._is_late and dist.is_initialized():
                 self._heard.is_current = False
                 with suppress(RuntimeError, ValueError, KeyError):  # the group was destroyed
                     if (wait := self._wait_of_main()) is not None:
                         self._judge(wait)
 
-    def _late_s(self) -> float:
-        """Return how late the look under way is."""
+    @property
+    def _is_late(self) -> bool:
+        """Tell whether the look under way is late."""
         began_s = self._look_began_s
-        late_s = 0.0 if began_s is None else time.monotonic() - began_s
-        return late_s if late_s > 2 * self.look_every_s else 0.0
+        return began_s is not None and time.monotonic() - began_s > 2 * self.look_every_s
 
     # The end of the program.
     def _annotate(
@@ -357,27 +366,21 @@ class Watch(Listener):
         """Publish how this rank's program has ended; log why a call of torch's has failed."""
         if os.getpid() != self._pid:
             return
+        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         with suppress(Exception):  # the group may be destroyed
-            if self._is_one_of_several():
-                self._publish_exit(
-                    getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-                )
+            if error is None:
+                self._left = ENDED_WELL
+                self.publish()
+            elif self._is_one_of_several():
+                logged, cause = FAILED_GROUPS.reasons(), self._explain(error)
+                if cause is not None and not any(reason in cause for reason in logged):
+                    _LOG.error("shardwise: %s", cause)
+                if self._heard.is_current and dist.get_rank() == 0:
+                    time.sleep(_LINGER_S)  # it may keep the store that others read
         self._stop.set()  # a thread that is in C++ while Python ends would abort
         self._wake.set()
-        self._threads[0].join(0 if self._late_s() else _PUBLISH_S)
+        self._threads[0].join(0 if self._is_late else _PUBLISH_S)
         self._threads[1].join(_PUBLISH_S)
-
-    def _publish_exit(self, error: BaseException | None) -> None:
-        if error is None:
-            self._left = ENDED_WELL
-            self.publish()
-            return
-        logged = FAILED_GROUPS.reasons()
-        cause = self._explain(error)
-        if cause is not None and not any(reason in cause for reason in logged):
-            _LOG.error("shardwise: %s", cause)
-        if self._heard.is_current and dist.get_rank() == 0:  # it may keep the store others read
-            time.sleep(_LINGER_S)
 
     def _is_one_of_several(self) -> bool:
         is_rank = dist.is_initialized() and self._pid == os.getpid()  # and no fork of one
@@ -396,13 +399,9 @@ class Watch(Listener):
         self.publish()
         if call is None:
             return None
-        cause = FAILED_GROUPS.reason(call.group)
-        if cause is None:
-            cause = self._cause_of(Wait(call.key, call=call), reason)
-        if cause != reason:
-            self._fail(cause)
-            self.publish()
-        return f"rank {dist.get_rank()}: {call.text} failed: {cause}"
+        cause = FAILED_GROUPS.reason(call.key.group) or self._cause_of(call, reason)
+        failed = f"rank {dist.get_rank()}: {call.text} failed"
+        return f"{failed}: {self._publish_cause(cause, reason)}"
 
 
 WATCH = Watch()

@@ -17,10 +17,12 @@ failure, its own verdict is passed on instead of a new one.
 import sys
 import threading
 import time
+import tomllib
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.resources import files
 from itertools import dropwhile, takewhile
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -55,43 +57,26 @@ _CALLS = (
 _BACKWARD = str(Path(_TORCH, "autograd", "graph.py")), "_engine_run_backward"
 _BROKEN = ("gloo", "pair closure")  # gloo's words for a closed connection
 _NEED_ALL = ("all_", "reduce_scatter", "barrier", "monitored_barrier")
-_REMEDY = (
-    "Every rank must make the same calls and run the same units in the same order. Where ranks may "
-    "skip layers (layerdrop, stochastic depth, experts, a head per task), name them: "
-    "shard(..., units=Units(optional=[...])); stages 0 to 2 need no such list"
-)
+_TEXTS = tomllib.loads(files(__package__).joinpath("texts.toml").read_text(encoding="utf-8"))
 
 
 # -- waits
 
 
-@dataclass(frozen=True)
-class TorchCall:
-    """A call of torch.distributed that a thread is in.
-
-    ``kind`` is the kind of collective alone, ``text`` has this rank's arguments too. ``group`` is
-    None if it is unknown. ``needs_all``: no rank of the group can end it without all others.
-    """
-
-    kind: str
-    text: str
-    group: dist.ProcessGroup | None
-    needs_all: bool = False
-
-    @property
-    def key(self) -> CollectiveKey:
-        """Its key, the same on all ranks of the group."""
-        return CollectiveKey(self.kind, "", 0, "torch", self.group)
-
-
 @dataclass(eq=False)
 class Wait:
-    """A wait under way; ``call`` is torch's own call, if it is one."""
+    """A collective under way, or a call of torch's own.
+
+    ``number`` is that of the collective among those of its key. A call of torch's has 0, and
+    ``torch_text`` describes it with this rank's arguments. ``needs_all``: no rank can end it
+    without all others.
+    """
 
     key: CollectiveKey
     number: int = 0
     begun_s: float = field(default_factory=time.monotonic)
-    call: TorchCall | None = None
+    torch_text: str = ""
+    needs_all: bool = True
     is_reported: bool = False
     is_ended: bool = False
 
@@ -100,9 +85,10 @@ class Wait:
         """Seconds since it began."""
         return time.monotonic() - self.begun_s
 
-    def text(self, thread: int) -> str:
-        """Return its description, with the user's line."""
-        return (self.key.text if self.call is None else self.call.text) + line_of(thread)
+    @property
+    def text(self) -> str:
+        """Its description for messages."""
+        return self.torch_text or self.key.text
 
     def record(self) -> WaitRecord:
         """Return its description for other ranks; it is the main thread's.
@@ -112,10 +98,10 @@ class Wait:
         is_any = self.key.group is None and not self.key.members
         return WaitRecord(
             self.key.key,
-            self.number if self.call is None else 0,
+            self.number,
             tuple(range(dist.get_world_size()) if is_any else self.key.ranks),
-            self.text(threading.main_thread().ident or 0),
-            needs_all=self.call is None or self.call.needs_all,
+            self.text + line_of(threading.main_thread().ident or 0),
+            self.needs_all,
             trains=bool(self.key.axis or self.key.about),
         )
 
@@ -133,8 +119,8 @@ class StalledCalls:
         place = _place_of_main()
         if place != self._place:
             self._place, self._found, self._since_s = place, None, time.monotonic()
-        elif self._found is None and (call := torch_call()) is not None:
-            self._found = Wait(call.key, 0, self._since_s, call)
+        elif self._found is None and (found := torch_call()) is not None:
+            found.begun_s, self._found = self._since_s, found
         return self._found
 
 
@@ -183,13 +169,13 @@ def _drop_ended(launched: _Launched) -> None:
 # -- torch's own calls
 
 
-def torch_call() -> TorchCall | None:
+def torch_call() -> Wait | None:
     """Return the call of torch.distributed that the main thread is in, if it is in one."""
     frames = list(frames_of(threading.main_thread().ident or 0))
     return _call_in(frames) or _backward_in(frames)
 
 
-def call_of_error(error: BaseException) -> TorchCall | None:
+def call_of_error(error: BaseException) -> Wait | None:
     """Return the call of torch.distributed that has raised an error, if one has."""
     frames: list[FrameType] = []
     trace: TracebackType | None = error.__traceback__
@@ -223,14 +209,13 @@ def _is_backward(frame: FrameType) -> bool:
     return (frame.f_code.co_filename, frame.f_code.co_name) == _BACKWARD
 
 
-def _backward_in(frames: list[FrameType]) -> TorchCall | None:
+def _backward_in(frames: list[FrameType]) -> Wait | None:
     if not frames or not _is_backward(frames[0]):
         return None
-    kind = "backward(), in a reduction of gradients"
-    return TorchCall(kind, kind, dist.group.WORLD, needs_all=True)
+    return _torch_wait("backward(), in a reduction of gradients", dist.group.WORLD, True)
 
 
-def _call_in(frames: list[FrameType]) -> TorchCall | None:
+def _call_in(frames: list[FrameType]) -> Wait | None:
     """Return the call that some frames are in, the innermost first.
 
     A decorator's frame may be around the collective, and a method's inside: the first name without
@@ -244,7 +229,7 @@ def _call_in(frames: list[FrameType]) -> TorchCall | None:
         return None
     group = _group_in(inside)
     if any(name.startswith(_PIPELINE) for name in names):
-        return TorchCall("exchange", "an exchange between stages", group)
+        return _torch_wait("exchange", group, False, "an exchange between stages")
     calls = [frame for frame in inside if not frame.f_code.co_name.startswith("_")]
     calls = [frame for frame in calls if frame.f_code.co_name != "wrapper"] or inside
     kind = calls[0].f_code.co_name
@@ -253,7 +238,15 @@ def _call_in(frames: list[FrameType]) -> TorchCall | None:
     given = [v for v in calls[0].f_locals.values() if isinstance(v, torch.Tensor)][:1]
     of = "".join(f" of {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in given)
     needs_all = group is not None and kind.startswith(_NEED_ALL)
-    return TorchCall(kind, f"torch's {kind}{of}{_over(group)}", group, needs_all)
+    return _torch_wait(kind, group, needs_all, f"torch's {kind}{of}{_over(group)}")
+
+
+def _torch_wait(
+    kind: str, group: dist.ProcessGroup | None, needs_all: bool, text: str = ""
+) -> Wait:
+    """Return a call of torch's; its key is the same on all ranks of the group."""
+    key = CollectiveKey(kind, "", 0, "torch", group)
+    return Wait(key, torch_text=text or kind, needs_all=needs_all)
 
 
 def _group_in(frames: list[FrameType]) -> dist.ProcessGroup | None:
@@ -320,7 +313,7 @@ class Table:
     def __init__(self, heard: Heartbeats, rank: int, wait: WaitRecord) -> None:
         self.gone: list[int] = []
         self.missing: list[int] = []
-        self._heard = heard
+        self._heard, self._rank = heard, rank
         self._waiting: dict[int, WaitRecord] = {rank: wait}
         self._lives: dict[int, tuple[Life, str]] = {}
         for other, by in needed_ranks(heard, rank, wait).items():
@@ -333,6 +326,12 @@ class Table:
                 self._waiting[other] = beat.wait
             else:
                 self.missing.append(other)
+
+    @property
+    def reporter(self) -> int:
+        """The lowest rank that is in this wait, which logs the table of a long one for all."""
+        mine = self._waiting[self._rank].key
+        return min(rank for rank, wait in self._waiting.items() if wait.key == mine)
 
     @property
     def followers(self) -> list[int]:
@@ -355,65 +354,39 @@ class Table:
         if len(shown) > _MAX_SHOWN:
             sentences.append(f"and {len(shown) - _MAX_SHOWN} more")
         if not self._heard.is_current:
-            sentences.insert(
-                0,
-                "the store of the process group does not answer, which rank 0 or the launcher "
-                "keeps: what was heard before",
-            )
+            sentences.insert(0, _TEXTS["table"]["no_store"])
         by_text: dict[str, list[int]] = defaultdict(list)
         for rank, wait in sorted(self._waiting.items()):
             by_text[wait.text].append(rank)
-        if not shown and len({wait.key for wait in self._waiting.values()}) > 1:
-            sentences.append(f"the ranks are in different calls. {_REMEDY}")
-        elif not shown:
-            sentences.append(
-                "all ranks have begun it, and are stuck inside: a network or a device is slow, or "
-                "hangs"
-            )
+        if not shown:
+            has_several = len({wait.key for wait in self._waiting.values()}) > 1
+            sentences.append(_TEXTS["table"]["other_calls" if has_several else "stuck"])
         waiting = (f"{name_ranks(ranks)} in {text}" for text, ranks in by_text.items())
         return f"{'; '.join(sentences)}. Waiting: {'; '.join(waiting)}"
 
     def _describe_rank(self, rank: int) -> str:
         beat, (life, cause) = self._heard.newest(rank), self._lives[rank]
         if beat is None:
-            return (
-                f"rank {rank} is in no call of Shardwise, and does not answer: it may not have "
-                "begun"
-            )
+            return str(_TEXTS["ranks"]["unheard"].format(rank=rank))
         if beat.failed and rank in self.gone:
             return beat.failed.removeprefix(FAILED)
-        who = f"rank {rank} ({beat.process})"
-        if beat.left == ENDED_WELL:
-            return (
-                f"{who} has ended without an error, after fewer collectives than this rank: if "
-                "ranks have different numbers of batches, iterate over "
-                "shardwise.parallel.join(model, batches)"
-            )
+        where, state = beat.where, str(life)
         if beat.left:
-            return f"{who} has ended: {beat.left}"
-        if life == "dead":
-            by = (
-                f"ended by {cause}"
-                if cause
-                else "killed or crashed, as its launcher's log may tell"
-            )
-            if cause.startswith("signal 6 "):
-                by += ", which is what gloo does to a rank that is sent more bytes than it expects"
-            return f"{who} has died: {by}"
-        last = f"; its last collective: {beat.last}" if beat.last else ""
-        if life == "stopped":
-            return f"{who} has not come: it is stopped (by SIGSTOP, or a debugger){last}"
-        if life == "silent":
-            return (
-                f"{who} does not answer: stopped, dead, or in a call that does not let Python go "
-                f"on{last}"
-            )
-        inside = (
-            f"waits in {beat.wait.text}"
-            if beat.wait
-            else f"is in no call of Shardwise, but {beat.where}"
+            state = "over" if beat.left == ENDED_WELL else "left"
+        elif life == "alive":
+            state = "computes" if beat.wait is None else "waits"
+            where = beat.where if beat.wait is None else beat.wait.text
+        death = "abort" if cause.startswith("signal 6 ") else "known" if cause else "unknown"
+        text: str = _TEXTS["ranks"][state].format(
+            rank=rank,
+            process=beat.process,
+            who=f"rank {rank} ({beat.process})",
+            left=beat.left,
+            where=where,
+            death=_TEXTS["death"][death].format(cause=cause),
+            last=f"; its last collective: {beat.last}" if beat.last else "",
         )
-        return f"rank {rank} {inside} ({beat.process}){last}"
+        return text
 
 
 def _is_gone(beat: Heartbeat | None, life: Life, cause: str, wait: WaitRecord) -> bool:
