@@ -25,6 +25,7 @@ import faulthandler
 import gc
 import importlib
 import inspect
+import logging
 import multiprocessing
 import os
 import pickle
@@ -250,6 +251,19 @@ class Ranks:
 
 _open: list[Ranks] = []
 _pools: dict[int, Ranks] = {}  # by world size
+
+
+@contextlib.contextmanager
+def hearing() -> Iterator[list[str]]:
+    """Yield a list of the messages that the package logs inside."""
+    heard: list[str] = []
+    handler, log = logging.Handler(), logging.getLogger("shardwise")
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    log.addHandler(handler)
+    try:
+        yield heard
+    finally:
+        log.removeHandler(handler)
 
 
 def run_ranks(

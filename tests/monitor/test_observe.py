@@ -1,7 +1,6 @@
 """Observed runs: figures of every step over all ranks, in files, for any sharded model."""
 
 import gc
-import logging
 import math
 import resource
 import time
@@ -17,7 +16,7 @@ import torch.distributed as dist
 
 from faults import Normed, NormedIn16Bits
 from models import Checkpointed, Stack
-from ranks import RankError, on_ranks, run_ranks
+from ranks import RankError, hearing, on_ranks, run_ranks
 from shardwise import Checkpoints, Precision, accumulate, fully_shard, observe, shard
 from shardwise.checkpoint.save_load import Loaded
 from shardwise.debug import stats
@@ -225,28 +224,21 @@ class LostTracker:
         self.calls.append("close")
 
 
-def listen():
-    """Return a list of what is logged from now on, and a function that ends it."""
-    heard, log, handler = [], logging.getLogger("shardwise"), logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())
-    log.addHandler(handler)
-    return heard, lambda: log.removeHandler(handler)
-
-
 def write_too_much(rank, world_size, output):
     """Train while nothing can be written; return what was logged, and the calls of a tracker."""
-    heard, stop = listen()
     model, sink = shard(Stack(), stage=3), LostTracker()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
-        with observe(model, optimizer, output, sinks=[] if output else [sink]) as run:
+        with (
+            hearing() as heard,
+            observe(model, optimizer, output, sinks=[] if output else [sink]) as run,
+        ):
             if rank == 0 and output:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (3000, before[1]))
             train(model, optimizer, run, rank)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        stop()
     assert run.step == STEPS and run.latest is not None and run.latest.step == STEPS
     return heard, sink.calls
 
@@ -285,22 +277,18 @@ def test_a_run_that_raises_keeps_what_each_rank_saw_of_steps_whose_line_was_not_
 
 def goes_on(rank, world_size, output, steps, breaks_at=None):
     """Take steps from the last copy on; rank 1 breaks in one. Return what was logged."""
-    heard, stop = listen()
     model = shard(Stack(), stage=3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    try:
-        with Checkpoints(f"{output}/checkpoints", model, optimizer) as kept:
-            loaded = kept.load()
-            first = loaded.step + 1 if loaded else 1
-            with observe(model, optimizer, output, every=1, resumed=loaded) as run:
-                for step in range(first, steps + 1):
-                    if step == breaks_at and rank == 1:
-                        raise ZeroDivisionError("on purpose")
-                    train(model, optimizer, run, rank, steps=1)
-                    if step % 2 == 0:
-                        kept.save(step)
-    finally:
-        stop()
+    with hearing() as heard, Checkpoints(f"{output}/checkpoints", model, optimizer) as kept:
+        loaded = kept.load()
+        first = loaded.step + 1 if loaded else 1
+        with observe(model, optimizer, output, every=1, resumed=loaded) as run:
+            for step in range(first, steps + 1):
+                if step == breaks_at and rank == 1:
+                    raise ZeroDivisionError("on purpose")
+                train(model, optimizer, run, rank, steps=1)
+                if step % 2 == 0:
+                    kept.save(step)
     return heard
 
 

@@ -146,19 +146,6 @@ def test_a_run_goes_on_over_other_ranks_and_another_stage(tmp_path):
     assert "global_batch" not in text and "dim" not in text
 
 
-def test_a_run_that_is_overwritten_has_the_losses_of_other_ranks(tmp_path):
-    shape = {"data": write_text(tmp_path), **SMOOTH, "micro_batch": 1, "eval_windows": 0}
-    shape |= {"steps": 2, "output": tmp_path / "run", "overwrite": True}
-    losses = []
-    for num_ranks in (1, 2, 3):
-        run_ranks(change_ranks, num_ranks, shape, None)
-        losses.append([line["loss"] for line in lines_of(tmp_path / "run") if "loss" in line])
-    assert len(losses[0]) == 2
-    for alone, *others in zip(*losses, strict=True):
-        for other in others:
-            assert_rounded_alike(other, alone, DECODER_ROUNDINGS)
-
-
 def train_wrongly(rank, world_size, flags):
     """Train with the gradient of one parameter, a small one, wrong by 1e-4."""
     run = prepared(rank, world_size, flags)

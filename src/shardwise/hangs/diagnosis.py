@@ -17,10 +17,12 @@ failure, its own verdict is passed on instead of a new one.
 import sys
 import threading
 import time
+import tomllib
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.resources import files
 from itertools import dropwhile, takewhile
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -55,11 +57,7 @@ _CALLS = (
 _BACKWARD = str(Path(_TORCH, "autograd", "graph.py")), "_engine_run_backward"
 _BROKEN = ("gloo", "pair closure")  # gloo's words for a closed connection
 _NEED_ALL = ("all_", "reduce_scatter", "barrier", "monitored_barrier")
-_REMEDY = (
-    "Every rank must make the same calls and run the same units in the same order. Where ranks may "
-    "skip layers (layerdrop, stochastic depth, experts, a head per task), name them: "
-    "shard(..., units=Units(optional=[...])); stages 0 to 2 need no such list"
-)
+_TEXTS = tomllib.loads(files(__package__).joinpath("texts.toml").read_text(encoding="utf-8"))
 
 
 # -- waits
@@ -356,65 +354,39 @@ class Table:
         if len(shown) > _MAX_SHOWN:
             sentences.append(f"and {len(shown) - _MAX_SHOWN} more")
         if not self._heard.is_current:
-            sentences.insert(
-                0,
-                "the store of the process group does not answer, which rank 0 or the launcher "
-                "keeps: what was heard before",
-            )
+            sentences.insert(0, _TEXTS["table"]["no_store"])
         by_text: dict[str, list[int]] = defaultdict(list)
         for rank, wait in sorted(self._waiting.items()):
             by_text[wait.text].append(rank)
-        if not shown and len({wait.key for wait in self._waiting.values()}) > 1:
-            sentences.append(f"the ranks are in different calls. {_REMEDY}")
-        elif not shown:
-            sentences.append(
-                "all ranks have begun it, and are stuck inside: a network or a device is slow, or "
-                "hangs"
-            )
+        if not shown:
+            has_several = len({wait.key for wait in self._waiting.values()}) > 1
+            sentences.append(_TEXTS["table"]["other_calls" if has_several else "stuck"])
         waiting = (f"{name_ranks(ranks)} in {text}" for text, ranks in by_text.items())
         return f"{'; '.join(sentences)}. Waiting: {'; '.join(waiting)}"
 
     def _describe_rank(self, rank: int) -> str:
         beat, (life, cause) = self._heard.newest(rank), self._lives[rank]
         if beat is None:
-            return (
-                f"rank {rank} is in no call of Shardwise, and does not answer: it may not have "
-                "begun"
-            )
+            return str(_TEXTS["ranks"]["unheard"].format(rank=rank))
         if beat.failed and rank in self.gone:
             return beat.failed.removeprefix(FAILED)
-        who = f"rank {rank} ({beat.process})"
-        if beat.left == ENDED_WELL:
-            return (
-                f"{who} has ended without an error, after fewer collectives than this rank: if "
-                "ranks have different numbers of batches, iterate over "
-                "shardwise.parallel.join(model, batches)"
-            )
+        where, state = beat.where, str(life)
         if beat.left:
-            return f"{who} has ended: {beat.left}"
-        if life == "dead":
-            by = (
-                f"ended by {cause}"
-                if cause
-                else "killed or crashed, as its launcher's log may tell"
-            )
-            if cause.startswith("signal 6 "):
-                by += ", which is what gloo does to a rank that is sent more bytes than it expects"
-            return f"{who} has died: {by}"
-        last = f"; its last collective: {beat.last}" if beat.last else ""
-        if life == "stopped":
-            return f"{who} has not come: it is stopped (by SIGSTOP, or a debugger){last}"
-        if life == "silent":
-            return (
-                f"{who} does not answer: stopped, dead, or in a call that does not let Python go "
-                f"on{last}"
-            )
-        inside = (
-            f"waits in {beat.wait.text}"
-            if beat.wait
-            else f"is in no call of Shardwise, but {beat.where}"
+            state = "over" if beat.left == ENDED_WELL else "left"
+        elif life == "alive":
+            state = "computes" if beat.wait is None else "waits"
+            where = beat.where if beat.wait is None else beat.wait.text
+        death = "abort" if cause.startswith("signal 6 ") else "known" if cause else "unknown"
+        text: str = _TEXTS["ranks"][state].format(
+            rank=rank,
+            process=beat.process,
+            who=f"rank {rank} ({beat.process})",
+            left=beat.left,
+            where=where,
+            death=_TEXTS["death"][death].format(cause=cause),
+            last=f"; its last collective: {beat.last}" if beat.last else "",
         )
-        return f"rank {rank} {inside} ({beat.process}){last}"
+        return text
 
 
 def _is_gone(beat: Heartbeat | None, life: Life, cause: str, wait: WaitRecord) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from shardwise.monitor.doctor import ends, settings, state, waits
+from shardwise.monitor.doctor import settings, state, waits
 from shardwise.monitor.doctor.evidence import Evidence, NotEnough
 from shardwise.monitor.findings import Abstention, Diagnosis, Finding
 from shardwise.monitor.lines import JsonLines
@@ -50,8 +50,8 @@ _RULES = (
     _Rule(("SW020",), waits.straggler, 2),
     _Rule(("SW021",), waits.data_loader),
     _Rule(("SW024",), waits.uneven_batches, 2),
-    _Rule(("SW022",), ends.no_step),
-    _Rule(("SW023",), ends.died),
+    _Rule(("SW022",), state.no_step),
+    _Rule(("SW023",), state.died),
     _Rule(("SW030", "SW005"), state.full_memory),
     _Rule(("SW031",), state.fragmentation),
     _Rule(("SW032", "SW033"), state.cost_of_offload),
