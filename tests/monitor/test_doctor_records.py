@@ -105,7 +105,7 @@ def memory_line(engine_gib, other_gib):
 
 def run_of(changes=None, memory=None, values=None, waited_for=None, **of_facts):
     metrics = {
-        name: value if isinstance(value, OverRanks) else OverRanks(value, value, value, 0, 0)
+        name: value if isinstance(value, OverRanks) else alike(value)
         for name, value in {**HEALTHY, **(changes or {})}.items()
     }
     lines = tuple(
@@ -133,35 +133,36 @@ def ended(error, **other):
     return replace(End(8, error, 1.0, "x", None, 9, "forward", "layers.0"), **other)
 
 
+def alike(value):
+    """Return a figure that all ranks have."""
+    return OverRanks(value, value, value, 0, 0)
+
+
+def each_line(run, change, **other):
+    """Let ``change`` return other metrics of each line, by its number and those that it has."""
+    lines = ((line, change(n, line.metrics)) for n, line in enumerate(run.steps))
+    return replace(run, steps=tuple(replace(line, metrics=m, **other) for line, m in lines))
+
+
 def over_time(run, line_s, saves=()):
     """Let a line come every so many seconds, and be of so many steps, some with a save."""
-    one, steps = OverRanks(0.001, 0.001, 0.001, 0, 0), []
-    for n, line in enumerate(run.steps):
-        saved = {"checkpoint/stall(s)": one, "checkpoint/save(s)": one} if n in saves else {}
-        metrics = {**line.metrics, **saved}
-        steps.append(replace(line, at_s=line_s * n, num_steps=int(line_s), metrics=metrics))
-    return replace(run, steps=tuple(steps))
+    saved = {"checkpoint/stall(s)": alike(0.001), "checkpoint/save(s)": alike(0.001)}
+    run = each_line(run, lambda n, m: {**m, **(saved if n in saves else {})}, num_steps=int(line_s))
+    return replace(run, steps=tuple(replace(x, at_s=line_s * (x.step - 1)) for x in run.steps))
 
 
 def in_turn(run):
     """Let another rank be the least in each line."""
 
-    def turned(value, n):
-        return replace(value, min_rank=n % 8, max_rank=(n + 1) % 8)
+    def turned(n, metrics):
+        ranks = {"min_rank": n % 8, "max_rank": (n + 1) % 8}
+        return {name: replace(value, **ranks) for name, value in metrics.items()}
 
-    steps = (
-        replace(line, metrics={name: turned(v, n) for name, v in line.metrics.items()})
-        for n, line in enumerate(run.steps)
-    )
-    return replace(run, steps=tuple(steps))
+    return each_line(run, turned)
 
 
 def retries_of(run):
-    steps = []
-    for line in run.steps:
-        retries = OverRanks(line.step, line.step, line.step, 0, 0)
-        steps.append(replace(line, metrics=line.metrics | {"memory/num_alloc_retries": retries}))
-    return replace(run, steps=tuple(steps))
+    return each_line(run, lambda n, m: {**m, "memory/num_alloc_retries": alike(n)})
 
 
 # A process that was on this machine: its number has been given to another one since.
@@ -384,21 +385,10 @@ def test_a_rank_that_is_late_now_and_then_is_told_once_it_is_no_chance(every, is
     }
     usual, slow = run_of(), run_of(late)
     lines = [(slow if n % every == 0 else usual).steps[n] for n in range(len(usual.steps))]
-    found = diagnose(replace(usual, steps=tuple(lines))).findings
+    run = replace(usual, steps=tuple(lines))
+    found = diagnose(run).findings
     assert [(finding.code, finding.rank) for finding in found] == [("SW020", 5)] * is_told
-    others = [  # another rank each time
-        replace(
-            line,
-            metrics={
-                **line.metrics,
-                "comm/waited(ms)": OverRanks(20, 600, 610, n % 8, (n + 1) % 8),
-            },
-        )
-        if n % every == 0
-        else line
-        for n, line in enumerate(lines)
-    ]
-    assert not codes(replace(usual, steps=tuple(others)))
+    assert not codes(in_turn(run))
 
 
 @pytest.mark.parametrize(
