@@ -116,7 +116,7 @@ def train_prepared(
         if first:
             with replacing(config_path(config)) as part:
                 part.write_text(dump_config(config), encoding="utf-8")
-        result = RunResult(run.stream.unigram_entropy, first_step=done + 1, steps=done)
+        result = RunResult(run.unigram_entropy, first_step=done + 1, steps=done)
         with (
             JsonLines(metrics_path(config) if first else None, done) as metrics,
             run_bar(config.steps, shown=first, num_done=done) as advance,
@@ -173,7 +173,7 @@ def check_run_gradients(run: Run) -> GradientReport:
     part, num_parts = run.part_of_batch
     indices = range(config.micro_batch * num_parts)
     windows = [run.sampler.train_window(1, index, run.global_batch) for index in indices]
-    ids, targets = (x.to(run.device) for x in read_windows(run.stream, windows))
+    ids, targets = (x.to(run.device) for x in read_windows(run.tokens, windows))
 
     def loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
         inputs, wanted, *positions = batch
@@ -386,7 +386,7 @@ def evaluate(run: Run) -> float:
         indices = range(first, first + rows)
         real = sum(index < config.eval_windows for index in indices)
         windows = [run.sampler.eval_window(index % config.eval_windows) for index in indices]
-        whole = (x.to(run.device) for x in read_windows(run.stream, windows))
+        whole = (x.to(run.device) for x in read_windows(run.tokens, windows))
         with run.cut(*whole) as (ids, targets, positions):
             if run.pipeline is None:
                 logits = run.model(ids, None, positions)
