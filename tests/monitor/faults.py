@@ -24,12 +24,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise
 from models import Checkpointed, Stack
-from shardwise import fully_shard, observe, shard
+from shardwise import observe, shard
 from shardwise.checkpoint.files import Writer
 from shardwise.comm.point_to_point import _Messages
 from shardwise.config import Schedule
 from shardwise.offload.files import System
 from shardwise.trace import Tracer
+from trainer import sharded_by_block
 
 STEPS = 10
 ADAM = importlib.import_module("torch.optim.adam")  # AdamW's too
@@ -369,9 +370,7 @@ def train(rank, world_size, output, group, name):
 
 def _sharded(model, options, output):
     if options.pop("fully_shard", False):
-        for block in model.blocks:
-            fully_shard(block)
-        return fully_shard(model)
+        return sharded_by_block(model)
     if "mesh" in options:
         options = mesh_of(*options["mesh"])
     if options.pop("nvme", False):
