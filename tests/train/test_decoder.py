@@ -104,8 +104,7 @@ def test_dropout_draws_anew_in_training_passes_alone_and_changes_no_parameter():
     assert first != second
 
 
-@pytest.mark.parametrize("kv_heads", [2, 4])
-def test_a_block_drops_probabilities_and_both_updates(kv_heads, monkeypatch):
+def test_a_block_drops_probabilities_and_both_updates(monkeypatch):
     dropped = []
     plain_dropout, plain_attention = F.dropout, F.scaled_dot_product_attention
 
@@ -119,7 +118,7 @@ def test_a_block_drops_probabilities_and_both_updates(kv_heads, monkeypatch):
 
     monkeypatch.setattr(F, "dropout", dropout)
     monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
-    model = Decoder(dropping(kv_heads=kv_heads), vocab=11)
+    model = Decoder(dropping(), vocab=11)
     ids = torch.randint(11, (2, 10))
     model(ids)
     block = [("attention", (2, 4, 10, 8)), ("dropout", (2, 10, 32)), ("dropout", (2, 10, 32))]

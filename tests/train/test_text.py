@@ -139,6 +139,12 @@ def test_an_epoch_is_every_window_but_the_held_out(data, seed):
     assert sorted([*held_out, *trained[: sampler.train_windows]]) == list(range(num_windows))
 
 
+def test_another_epoch_has_another_order():
+    sampler = WindowSampler(num_windows=60, eval_windows=0, seed=0)
+    first, second = ([sampler.train_window(step, i, 60) for i in range(60)] for step in (1, 2))
+    assert first != second
+
+
 def test_too_little_text_is_an_error(tmp_path):
     np.save(tmp_path / "few.npy", np.zeros(100, dtype=np.uint8))
     with pytest.raises(ConfigError, match="at least 8 windows of seq 16"):
