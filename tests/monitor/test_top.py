@@ -2,23 +2,18 @@
 
 import json
 import os
-import subprocess
-import sys
 import time
 from functools import partial
-from pathlib import Path
 
 import pytest
 
-from commands import call_command
+from commands import call_command, run_alone
 from records import memory, step_line, write_record
 from shardwise.cli.top import snapshot_of, sparkline
 from shardwise.monitor.metrics import STEP_S, OverRanks
 from shardwise.monitor.record import FOLDER, Memory, is_late, read_ends
 
 run_command = partial(call_command, "top")
-
-SOURCES = Path(__file__).parents[2] / "src"
 
 
 def add(path, text):
@@ -116,15 +111,4 @@ def test_a_sparkline_reaches_from_the_lowest_to_the_highest_block():
 
 @pytest.mark.parametrize("arguments", [["top", "--once"], ["report"]])
 def test_no_command_about_a_record_loads_torch(arguments, tmp_path):
-    run = write_record(tmp_path)
-    code = (
-        "import sys; from shardwise.cli.main import app\n"
-        f"try: app({[*arguments, str(run)]!r})\n"
-        "except SystemExit as end: assert not end.code\n"
-        "print('torch' in sys.modules, file=sys.stderr)"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(SOURCES)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
-    )
-    assert done.stderr.strip() == "False"
+    assert "torch" not in run_alone([*arguments, write_record(tmp_path)])[1]

@@ -14,6 +14,7 @@ from typing import get_args
 import pytest
 import yaml
 
+from commands import run_alone
 from programs import is_running, run_program, start_program
 from ranks import HANG_S
 from resumes import lines_of
@@ -30,6 +31,10 @@ def tiny(tmp_path):
     path = tmp_path / "tiny.yaml"
     path.write_text(TINY + f"data: {argparse.__file__}\noutput: {tmp_path / 'run'}\n")
     return path
+
+
+def test_importing_the_command_line_imports_nothing_heavy():
+    assert run_alone() == ("", set())
 
 
 def test_help_names_every_flag_and_choice_in_full_within_80_columns():

@@ -236,10 +236,10 @@ class _Accelerate:
         if self._is_hybrid and "dp_replicate" not in values:
             values["dp_replicate"] = number
         if "dp_replicate" in values and self._is_hybrid:
-            nodes.mapped("replicas, if shards are hybrid")
+            nodes.tell("mapped", "replicas, if shards are hybrid")
         else:
             by_flag = "the devices of a node are given by --gpus-per-node"
-            nodes.ignored(by_flag if self.reader.plans else "launching is torchrun's")
+            nodes.tell("ignored", by_flag if self.reader.plans else "launching is torchrun's")
 
     def _strategy(self, entry: Entry) -> None:
         entry.store()
@@ -280,7 +280,7 @@ class _Accelerate:
         inner.values.update(given)
         self._named = DeepSpeedFile(content, inner, named).read()
         self.deepspeed = path
-        entry.mapped()
+        entry.tell("mapped")
 
     def _parallelism(self, entry: Entry) -> None:
         """Read accelerate's mesh: replicas of shard groups; its product is the number of ranks."""
