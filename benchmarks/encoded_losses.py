@@ -46,8 +46,8 @@ def work(config: Mapping[str, Any]) -> None:
 
     from shardwise.train.checks import check_run
     from shardwise.train.config import load_config
-    from shardwise.train.launch import RankPlace, StopRequest
-    from shardwise.train.loop import evaluate, train_step
+    from shardwise.train.launch import RankPlace
+    from shardwise.train.loop import compute_step, evaluate
     from shardwise.train.setup import prepare_run
 
     rank, ranks = config["rank"], config["num_ranks"]
@@ -58,7 +58,7 @@ def work(config: Mapping[str, Any]) -> None:
             keys = check_run(load_config(DEMO, {**config["keys"], "seed": seed}), ranks)
             run = prepare_run(keys, place, torch.device("cpu"))
             for step in range(1, keys.steps + 1):
-                train_step(run, step, StopRequest())
+                compute_step(run, step)
             losses.append(evaluate(run))
     common.write_result(config, {"losses": losses})
 

@@ -4,8 +4,6 @@ import datetime
 import io
 import json
 import os
-import subprocess
-import sys
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +16,7 @@ from typer.testing import CliRunner
 
 import shardwise
 from checkpoint.saving import Setting, build, take_step
+from commands import run_alone
 from convert import fake_deepspeed
 from convert.sources import MemorySource, all_bits, whole_tensors
 from ranks import run_ranks
@@ -32,7 +31,6 @@ from shardwise.cli.tables import show_checkpoint, show_run
 from shardwise.convert.deepspeed import open_deepspeed
 from shardwise.convert.importing import import_source
 
-SOURCES = Path(__file__).parents[1] / "src"
 FILES = Files()
 NEWEST = "step-00000003"
 TENSORS = "rank00000-0.safetensors"
@@ -485,14 +483,8 @@ def test_errors_of_the_machine_are_messages_too(tmp_path, monkeypatch, error, pa
 
 
 def test_inspect_and_verify_import_no_torch_and_show_no_bar_in_a_pipe(run):
-    code = "import sys; from shardwise.cli.main import app\n"
-    lines = [["--help"], ["inspect", str(run)], ["inspect", str(run / NEWEST), "--all"]]
-    for arguments in [*lines, ["verify", str(run)], ["verify", str(run), "--json"]]:
-        code += f"app({['ckpt', *arguments]!r}, standalone_mode=False)\n"
-    code += "print('torch' in sys.modules, 'numpy' in sys.modules)"
-    environment = {**os.environ, "PYTHONPATH": str(SOURCES)}
-    words = [sys.executable, "-c", code]
-    done = subprocess.run(words, capture_output=True, text=True, env=environment)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert all(name in done.stdout for name in ("inspect", "verify", "export", "import"))
-    assert done.stdout.splitlines()[-1] == "False False"
+    inspects = ["inspect", run], ["inspect", run / NEWEST, "--all"]
+    lines = [["--help"], *inspects, ["verify", run], ["verify", run, "--json"]]
+    output, modules = run_alone(*(["ckpt", *line] for line in lines))
+    assert all(name in output for name in ("inspect", "verify", "export", "import"))
+    assert not modules & {"torch", "numpy"}

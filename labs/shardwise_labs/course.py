@@ -55,6 +55,7 @@ class Decision:
 
     answer: str | int
     why: str
+    ask: str  # said to another answer
 
 
 @dataclass(frozen=True)

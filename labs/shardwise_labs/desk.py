@@ -34,9 +34,12 @@ def list_labs(folder: Path) -> str:
     lines = []
     for lab in labs().values():
         met = score.get(str(lab.number), {}).get("met", [])
-        total = len(lab.targets) + len(STATIC)
-        lines.append(f"{lab.number:>3}  {lab.title:<50} {len(met)} of {total} targets met")
-    return "\n".join([*lines, "", "Begin with `shardwise lab start 1`."])
+        lines.append(f"{lab.number:>3}  {lab.title:<50} {len(met)} of {_total(lab)} targets met")
+    unmet = [
+        n for n, lab in labs().items() if len(score.get(str(n), {}).get("met", [])) < _total(lab)
+    ]
+    following = f"Next: `shardwise lab start {unmet[0]}`." if unmet else "All targets are met."
+    return "\n".join([*lines, "", following])
 
 
 def start(number: int, folder: Path) -> str:
@@ -61,8 +64,11 @@ def read(number: int, step: str | None) -> str:
     steps = steps_of(lab_of(number).page)
     if step is None:
         return "\n".join(f"shardwise lab read {number} {name.split()[0].lower()}" for name in steps)
-    for name, text in steps.items():
-        if name.lower().startswith(step.lower()):
+    wanted = step.lower()
+    for name, text in sorted(
+        steps.items(), key=lambda each: not each[0].lower().startswith(wanted)
+    ):
+        if wanted in name.lower():
             return f"{name}\n{'-' * len(name)}\n{_narrow(text)}"
     raise LabError(f"lab {number} has no step {step!r}; its steps are {', '.join(steps)}")
 
@@ -71,7 +77,11 @@ def hint(number: int, gap: int | None, folder: Path) -> str:
     """Return the next hint of a gap, each deeper than the one before."""
     lab, score = lab_of(number), _score(folder)
     entry = score.setdefault(str(number), {})
-    gap = gap or int(entry.get("gap") or 1)
+    if gap is None and entry.get("gap", 1) is None:
+        return (
+            f"The last check missed no gap. `shardwise lab hint {number} --gap 1` shows one again."
+        )
+    gap = gap or int(entry.get("gap", 1))
     if gap not in lab.hints:
         raise LabError(f"lab {number} has gaps {', '.join(map(str, lab.hints))}")
     shown = entry.setdefault("hints", {})
@@ -104,26 +114,46 @@ def run(number: int, path: Path) -> str:
 class Checked:
     """The verdicts of a check, in order, and an exception or a hang of the reader's code."""
 
+    lab: Lab
     verdicts: tuple[Verdict, ...]
     problem: str
-    total: int
 
     @property
     def num_met(self) -> int:
         """Return the number of targets met."""
         return sum(verdict.met for verdict in self.verdicts)
 
-    def text(self, lab: Lab) -> str:
+    @property
+    def total(self) -> int:
+        """Return the number of targets."""
+        return _total(self.lab)
+
+    @property
+    def gap(self) -> int | None:
+        """Return the gap of the first target missed, or not judged; None if all are met."""
+        missed = {verdict.target for verdict in self.verdicts if not verdict.met}
+        met = {verdict.target for verdict in self.verdicts if verdict.met}
+        left = [target for target in self.lab.targets if target not in met]
+        first = next((target for target in left if target in missed), left[0] if left else None)
+        return None if first is None else self.lab.targets[first]
+
+    def text(self) -> str:
         """Return what the terminal shows."""
+        gap = self.gap
+        judged = {verdict.target for verdict in self.verdicts}
         lines = [
             _wrapped(f"{v.target:<12}{'met' if v.met else 'MISSED':<8}", v.text)
             for v in self.verdicts
         ]
         if self.problem:
             lines += ["", self.problem]
+        if left := [target for target in self.lab.targets if target not in judged]:
+            lines += ["", _wrapped("Judged after these: ", ", ".join(left))]
         lines += ["", f"{self.num_met} of {self.total} targets met."]
-        if self.num_met < self.total:
-            lines[-1] += f" A hint: `shardwise lab hint {lab.number}`"
+        if gap is not None:
+            lines[-1] += f" A hint for gap {gap}: `shardwise lab hint {self.lab.number}`"
+        elif self.num_met == self.total and self.lab.number + 1 in labs():
+            lines[-1] += f" Next: `shardwise lab start {self.lab.number + 1}`"
         return "\n".join(lines)
 
 
@@ -138,8 +168,7 @@ def check(number: int, path: Path, hang_s: float | None = None) -> Checked:
     score = _score(path.parent)
     entry = score.setdefault(str(number), {})
     entry["met"] = [verdict.target for verdict in checked.verdicts if verdict.met]
-    unmet = [gap for target, gap in lab.targets.items() if target not in entry["met"]]
-    entry["gap"] = unmet[0] if unmet else None
+    entry["gap"] = checked.gap
     _keep(path.parent, score)
     return checked
 
@@ -156,7 +185,7 @@ def judged(lab: Lab, path: Path, outcomes: Sequence[Outcome]) -> Checked:
                 by_target[verdict.target] = verdict
     ordered = [by_target[target] for target in lab.targets if target in by_target]
     predict, *others = _static(lab, path, facts)
-    return Checked((predict, *ordered, *others), failure(outcomes), len(lab.targets) + len(STATIC))
+    return Checked(lab, (predict, *ordered, *others), failure(outcomes))
 
 
 def failure(outcomes: Sequence[Outcome]) -> str:
@@ -174,6 +203,10 @@ def failure(outcomes: Sequence[Outcome]) -> str:
     )
 
 
+def _total(lab: Lab) -> int:
+    return len(lab.targets) + len(STATIC)
+
+
 def _static(lab: Lab, path: Path, facts: Mapping[str, str]) -> list[Verdict]:
     answers = answers_in(path)
     verdicts = [_predicted(lab, answers.get("PREDICT", {}), facts)]
@@ -181,6 +214,8 @@ def _static(lab: Lab, path: Path, facts: Mapping[str, str]) -> list[Verdict]:
     problem = ""
     if None in (broken.get("line"), broken.get("finding")):
         problem = "BREAK is not filled in yet"
+    elif not isinstance(broken["line"], int):
+        problem = f"'line' is the number of a line of {lab.broken_file}: 12, say"
     elif broken["line"] != line_of(lab.broken, lab.defect.line):
         problem = f"line {broken['line']} of {lab.broken_file} is right as it is"
     elif str(broken["finding"]).upper() != lab.defect.finding:
@@ -188,7 +223,9 @@ def _static(lab: Lab, path: Path, facts: Mapping[str, str]) -> list[Verdict]:
     verdicts.append(Verdict("break", not problem, problem or lab.defect.why))
     (choice,) = list(answers.get("DECIDE", {}).values()) or [None]
     is_right = choice == lab.decision.answer
-    said = "DECIDE is not filled in yet" if choice is None else f"not {choice!r}"
+    said = (
+        "DECIDE is not filled in yet" if choice is None else f"not {choice!r}: {lab.decision.ask}"
+    )
     verdicts.append(Verdict("decide", is_right, lab.decision.why if is_right else said))
     verdicts.append(_claimed(lab, answers.get("CLAIMS", {}), facts))
     return verdicts

@@ -49,9 +49,9 @@ def load(path: Path, folder: Path | None = None) -> ModuleType:
 
 
 def member(module: ModuleType, name: str) -> object:
-    """Return a function or class of the reader's file; WrongAnswer if it is gone."""
+    """Return a function, class or constant of the reader's file; WrongAnswer if it is gone."""
     if not hasattr(module, name):
-        raise WrongAnswer(f"the file has no `{name}` any more; `shardwise lab start` has it")
+        raise WrongAnswer(f"the file has no `{name}`: is it spelled so?")
     return getattr(module, name)
 
 

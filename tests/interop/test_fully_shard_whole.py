@@ -44,15 +44,19 @@ def sharded(how, mesh=None):
     return sharded_by_block(model, mesh=mesh)
 
 
+def step_of(model, number):
+    tokens = torch.arange(8).add(number) % 7
+    loss = nn.functional.cross_entropy(model(tokens), tokens.roll(1))
+    loss.backward()
+    return loss.item()
+
+
 def train(model, optimizer, steps):
     losses = []
     for step in steps:
-        tokens = torch.arange(8).add(step) % 7
-        loss = nn.functional.cross_entropy(model(tokens), tokens.roll(1))
-        loss.backward()
+        losses.append(step_of(model, step))
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
     return losses
 
 
@@ -121,12 +125,7 @@ def test_a_checkpoint_of_one_surface_loads_into_the_other_to_the_bit(
             assert torch.equal(value, saved[name]), name
 
 
-def train_without_step(model):
-    tokens = torch.arange(8) % 7
-    nn.functional.cross_entropy(model(tokens), tokens.roll(1)).backward()
-
-
-@on_ranks(1, 2)
+@on_ranks(1, 2, 3)
 def test_what_is_told_of_both_surfaces_is_the_same(world_size):
     model, other = sharded("fully_shard"), sharded("stage3")
     optimizers = adam(model), adam(other)
@@ -144,9 +143,9 @@ def test_what_is_told_of_both_surfaces_is_the_same(world_size):
     shardwise.check.replicas(model, optimizers[0])
 
     with shardwise.accumulate(model, last=False):
-        train_without_step(model)
+        step_of(model, 0)
     with shardwise.accumulate(other, last=False):
-        train_without_step(other)
+        step_of(other, 0)
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
         assert a.grad is not None and b.grad is not None
         assert torch.equal(a.grad.full_tensor(), b.grad.full_tensor())
@@ -185,11 +184,6 @@ def test_what_cannot_be_saved_says_why_and_what_to_use(tmp_path):
     fully_shard(model.blocks[0])
     with pytest.raises(ConfigError, match="must be called last on the model itself"):
         shardwise.save(tmp_path, model)
-
-
-def step_of(model, number):
-    tokens = torch.arange(8).add(number) % 7
-    nn.functional.cross_entropy(model(tokens), tokens.roll(1)).backward()
 
 
 @on_ranks(1, 2)

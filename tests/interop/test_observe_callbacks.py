@@ -127,7 +127,7 @@ def test_a_trainer_run_is_observed_by_one_callback(world_size, tmp_path):
 
 def flops_of(rank, world_size):
     """Return the operations of a token, as they are told and by the model's own config."""
-    from shardwise.monitor.run_facts import facts_of
+    from shardwise.monitor.describe import facts_of
     from transformers_models import make_mixtral
 
     model = make_mixtral()

@@ -1,7 +1,6 @@
 """Observed runs: figures of every step over all ranks, in files, for any sharded model."""
 
 import gc
-import logging
 import math
 import resource
 import time
@@ -37,6 +36,7 @@ from shardwise.monitor.metrics import (
     OverSteps,
 )
 from shardwise.monitor.record import End, Restart, Timeline, read_run
+from trainer import logged, sharded_by_block
 
 STEPS = 13
 
@@ -54,13 +54,8 @@ def train(model, optimizer, run, rank, steps=STEPS):
 
 def observed(rank, world_size, output, way):
     torch.manual_seed(0)
-    if way == "fully_shard":
-        model = Checkpointed()
-        for block in model.blocks:
-            fully_shard(block)
-        fully_shard(model)
-    else:
-        model = shard(Checkpointed(), stage=int(way))
+    made = Checkpointed()
+    model = sharded_by_block(made) if way == "fully_shard" else shard(made, stage=int(way))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     before = stats(model)
     with observe(model, optimizer, output, detail_every=6) as run:
@@ -227,22 +222,19 @@ class LostTracker:
 
 def write_too_much(rank, world_size, output):
     """Train while nothing can be written; return what was logged, and the calls of a tracker."""
-    heard = []
-    handler = logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())
-    log = logging.getLogger("shardwise")
-    log.addHandler(handler)
     model, sink = shard(Stack(), stage=3), LostTracker()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
-        with observe(model, optimizer, output, sinks=[] if output else [sink]) as run:
+        with (
+            logged() as heard,
+            observe(model, optimizer, output, sinks=[] if output else [sink]) as run,
+        ):
             if rank == 0 and output:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (3000, before[1]))
             train(model, optimizer, run, rank)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        log.removeHandler(handler)
     assert run.step == STEPS and run.latest is not None and run.latest.step == STEPS
     return heard, sink.calls
 
@@ -281,25 +273,18 @@ def test_a_run_that_raises_keeps_what_each_rank_saw_of_steps_whose_line_was_not_
 
 def goes_on(rank, world_size, output, steps, breaks_at=None):
     """Take steps from the last copy on; rank 1 breaks in one. Return what was logged."""
-    heard = []
-    handler = logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())
-    logging.getLogger("shardwise").addHandler(handler)
     model = shard(Stack(), stage=3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    try:
-        with Checkpoints(f"{output}/checkpoints", model, optimizer) as kept:
-            loaded = kept.load()
-            first = loaded.step + 1 if loaded else 1
-            with observe(model, optimizer, output, every=1, resumed=loaded) as run:
-                for step in range(first, steps + 1):
-                    if step == breaks_at and rank == 1:
-                        raise ZeroDivisionError("on purpose")
-                    train(model, optimizer, run, rank, steps=1)
-                    if step % 2 == 0:
-                        kept.save(step)
-    finally:
-        logging.getLogger("shardwise").removeHandler(handler)
+    with logged() as heard, Checkpoints(f"{output}/checkpoints", model, optimizer) as kept:
+        loaded = kept.load()
+        first = loaded.step + 1 if loaded else 1
+        with observe(model, optimizer, output, every=1, resumed=loaded) as run:
+            for step in range(first, steps + 1):
+                if step == breaks_at and rank == 1:
+                    raise ZeroDivisionError("on purpose")
+                train(model, optimizer, run, rank, steps=1)
+                if step % 2 == 0:
+                    kept.save(step)
     return heard
 
 

@@ -1,6 +1,5 @@
 """Memory that runs out: where it was, whose it is, and what would have fitted."""
 
-import logging
 import resource
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from shardwise import observe, shard
 from shardwise.device import memory_in_use_bytes
 from shardwise.monitor.memory import asked_bytes, is_out_of_memory
 from shardwise.monitor.record import OutOfMemory, read_run
+from trainer import logged
 
 BIG = 1 << 34  # elements: more than the limit of the test, whatever the machine has
 
@@ -45,12 +45,8 @@ def run_out(rank, world_size, output, where):
     torch.manual_seed(0)
     model = shard(GreedyStack(), stage=2)
     optimizer = torch.optim.AdamW(model.parameters())
-    heard = []
-    handler = logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())
-    logging.getLogger("shardwise").addHandler(handler)
     failing = pytest.raises(RuntimeError, match="can't allocate memory")
-    with failing, observe(model, optimizer, output):
+    with logged() as heard, failing, observe(model, optimizer, output):
         for step in range(3):
             setattr(model.blocks[1], where, step == 2)
             model(torch.randn(4, 8)).sum().backward()

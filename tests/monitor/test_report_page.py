@@ -1,9 +1,10 @@
-"""Pages of observed runs: what is drawn is what was recorded, in one small file by itself."""
+"""Pages and traces of observed runs: what is drawn is what was recorded, in small files."""
 
 import json
 import math
 import re
 import tomllib
+from collections import defaultdict
 from dataclasses import asdict, replace
 from functools import partial
 from html.parser import HTMLParser
@@ -14,12 +15,12 @@ from xml.etree import ElementTree
 import pytest
 
 from commands import call_command
-from records import facts, memory, step_line, write_record
+from records import FINDINGS, facts, memory, step_line, write_record
 from shardwise import svg
 from shardwise.charts import Bar, areas_chart
 from shardwise.errors import ConfigError
 from shardwise.keys import checked_value
-from shardwise.monitor.findings import Change, Diagnosis, Finding, Gain
+from shardwise.monitor.findings import Change, Diagnosis, Finding
 from shardwise.monitor.lines import read_lines, read_newest
 from shardwise.monitor.metrics import (
     ENGINE,
@@ -33,13 +34,22 @@ from shardwise.monitor.metrics import (
     summarize_steps,
 )
 from shardwise.monitor.page import LIMIT_BYTES, MOST_RUNS, ShownRun, report_html
-from shardwise.monitor.record import DETAILS, FOLDER, Memory, StepLine, read_run, read_step
+from shardwise.monitor.record import (
+    DETAILS,
+    FOLDER,
+    Memory,
+    StepLine,
+    Timeline,
+    read_run,
+    read_step,
+)
 from shardwise.monitor.summary import (
     figures_of,
     kinds_shown,
     metric_curve,
     not_numbers,
     phase_seconds,
+    recorded_trace,
     saves_of,
     settled,
     unit_rows,
@@ -262,6 +272,8 @@ def test_a_long_run_of_many_ranks_is_a_small_page(tmp_path):
     assert "100,000" in page and not Outline(page).open
     runs = [ShownRun(str(number), record) for number in range(MOST_RUNS)]
     assert len(report_html(runs).encode()) < LIMIT_BYTES
+    with pytest.raises(ConfigError, match=f"1 to {MOST_RUNS} runs"):
+        report_html([*runs, *runs])
 
 
 def test_the_memory_picture_has_every_moment_and_the_plan():
@@ -284,15 +296,8 @@ def test_the_memory_picture_has_every_moment_and_the_plan():
 
 
 def test_findings_are_told_with_change_and_gain(tmp_path):
-    small = Finding("B1", "warning", "small", "verdict b", {"x": 2.0}, "why b")
-    large = Finding(
-        *("A9", "critical", "large", "verdict a", {"exposed_share": 0.25}, "why a"),
-        changes=(Change("bucket_bytes", 1, "32MiB"),),
-        gain=Gain(0.5, "s/step", "the plan", 0.75),
-        rank=1,
-    )
     record = read_run(write_record(tmp_path))
-    page = report_html([ShownRun("a", record, Diagnosis((large, small)))])
+    page = report_html([ShownRun("a", record, Diagnosis(FINDINGS))])
     assert page.index("verdict a") < page.index("verdict b")
     for words in ("bucket_bytes: 32MiB (now 1)", "0.5 to 0.75", "the plan", "0.25", "rank 1"):
         assert words in page
@@ -367,7 +372,55 @@ def test_the_plan_of_a_users_own_loop_is_asked_for_and_must_be_of_its_model(tmp_
         assert told in capsys.readouterr().err, planned
 
 
-def test_more_runs_than_there_are_colours_are_refused(tmp_path):
-    record = read_run(write_record(tmp_path))
-    with pytest.raises(ConfigError, match=f"1 to {MOST_RUNS} runs"):
-        report_html([ShownRun(str(n), record) for n in range(MOST_RUNS + 1)])
+def events_of(trace):
+    """Return complete events by rank and the name of the thread, in order."""
+    events = trace["traceEvents"]
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    found = defaultdict(list)
+    for event in events:
+        if event["ph"] == "X":
+            found[event["pid"], names[event["pid"], event["tid"]]].append(event)
+    return found
+
+
+def test_the_spans_of_a_trace_are_those_of_the_record(tmp_path):
+    record = read_run(write_record(tmp_path, num_ranks=3))
+    trace = json.loads(json.dumps(recorded_trace(record)))
+    found = events_of(trace)
+    begins = {e["args"]["step"]: e["ts"] for e in found[0, "steps"]}
+    told = defaultdict(list)
+    for rank, line in record.lines(Timeline):
+        for name, phase, unit, begin_ms, length_ms, num_bytes in line.spans:
+            told[rank, name].append((line.step, phase, unit, begin_ms, length_ms, num_bytes))
+    assert set(told) == {key for key in found if key[1] != "steps"}
+    for key, rows in told.items():
+        assert len(rows) == len(found[key])
+        for (step, phase, unit, begin_ms, length_ms, num_bytes), event in zip(
+            rows, found[key], strict=True
+        ):
+            args = event["args"]
+            assert (args["step"], args["phase"]) == (step, phase)
+            assert args["unit"] == (unit or "(root)") and args.get("bytes", 0) == num_bytes
+            assert abs(event["ts"] - begins[step] - 1e3 * begin_ms) < 0.11  # microseconds
+            assert abs(event["dur"] - 1e3 * length_ms) < 0.21
+    names = {e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"}
+    assert names == {"rank 0", "rank 1", "rank 2"}
+
+
+def test_no_two_spans_of_a_thread_overlap(tmp_path):
+    """Not by rounding either, or Perfetto would draw one under the other."""
+    folder = write_record(tmp_path) / FOLDER
+    rows = [["main", "forward", "", n * 0.33333, 0.33334, 0] for n in range(50)]
+    line = {"kind": "timeline", "step": 50, "seconds": 0.0167, "spans": rows}
+    with (folder / "rank-0.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    for events in events_of(recorded_trace(read_run(tmp_path))).values():
+        for one, other in pairwise(sorted(events, key=lambda e: e["ts"])):
+            assert round(10 * (one["ts"] + one["dur"])) <= round(10 * other["ts"])
+
+
+def test_steps_follow_each_other_and_begin_together_on_all_ranks(tmp_path):
+    found = events_of(recorded_trace(read_run(write_record(tmp_path))))
+    steps = [found[rank, "steps"] for rank in (0, 1)]
+    assert [e["name"] for e in steps[0]] == ["step 2", "step 12", "step 22", "step 32"]
+    assert [e["ts"] for e in steps[0]] == [e["ts"] for e in steps[1]]

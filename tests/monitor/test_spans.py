@@ -1,12 +1,18 @@
-"""Spans made of what a recorder was told; lengths of intervals against an oracle of moments."""
+"""Spans made of what a recorder was told, lengths of intervals, and lines of offloaded state."""
 
+from collections import Counter
 from itertools import count, pairwise
 from typing import NamedTuple
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from models import Checkpointed
+from ranks import run_ranks
+from shardwise import observe, shard
+from shardwise.monitor.describe import describe
 from shardwise.monitor.metrics import (
     ALL_GATHER_MS,
     EXPOSED_MS,
@@ -14,8 +20,11 @@ from shardwise.monitor.metrics import (
     OFFLOAD_EXPOSED_MS,
     OFFLOAD_MS,
     OVERLAP_SHARE,
+    TRANSFER_MS,
+    TRANSFERS,
     step_metrics,
 )
+from shardwise.monitor.record import Timeline, read_run
 from shardwise.monitor.spans import (
     OUTSIDE,
     SpanRecorder,
@@ -63,7 +72,7 @@ def test_the_main_line_has_no_gap_whatever_begins_and_ends(events, cut_at):
     left_open = {}
     for recorded in ends:
         spans = spans_of(recorded, left_open)
-        assert spans[0].begin_s == recorded.begin_s and spans[-1].end_s == recorded.end_s
+        assert spans[0].begin_s == 0 and spans[-1].end_s == recorded.seconds
         assert all(one.end_s == other.begin_s for one, other in pairwise(spans))
     assert not left_open  # what is open on the main line at a cut was cut short
 
@@ -105,7 +114,7 @@ def test_collectives_of_one_line_follow_each_other_and_lines_of_threads_go_on():
     ]
     recorder.leave("step", "step", "a")  # 7
     spans = spans_of(recorder.cut(), left_open)
-    assert [(s.begin_s, s.end_s) for s in spans if s.line == "step"] == [(6, 7)]
+    assert [(s.begin_s, s.end_s) for s in spans if s.line == "step"] == [(0, 1)]
     assert not left_open
 
 
@@ -231,3 +240,78 @@ def test_tokens_are_the_elements_of_the_first_integers_of_two_dims():
     assert num_tokens((torch.zeros(3, 4),), {}) == 0
     assert num_tokens((mask.repeat(3, 1), ids), {"attention_mask": mask}) == 10
     assert num_tokens((torch.zeros(4, 4, dtype=torch.int64),), {"input_ids": ids}) == 10
+
+
+STEPS = 5
+_IN_FILES = ("disk_read", "disk_write")
+
+
+def offloaded(rank, world_size, output, offload):
+    torch.manual_seed(0)
+    model = shard(Checkpointed(), stage=3, offload=offload)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))
+    with observe(model, optimizer, output, detail_every=1):
+        for _ in range(STEPS):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [unit.rank_bytes for unit in describe(model).units]
+
+
+@pytest.mark.parametrize(("place", "world_size"), [("cpu", 3), ("nvme", 1), ("nvme", 3)])
+def test_every_copy_of_offloaded_state_is_told_with_its_bytes(place, world_size, tmp_path):
+    (tmp_path / "files").mkdir()
+    offload = place if place == "cpu" else f"nvme:{tmp_path / 'files'}"
+    resting = run_ranks(offloaded, world_size, str(tmp_path), offload)
+    record = read_run(tmp_path)
+    for rank, (root, *blocks) in enumerate(resting):
+        shards = root + sum(blocks)
+        in_files = []
+        for _, timeline in record.lines(Timeline, rank):
+            lines = {}
+            for row in timeline.spans:
+                lines.setdefault(row[0], []).append(row)
+            for rows in lines.values():
+                assert all(b[3] >= a[3] + a[4] - 1e-3 for a, b in pairwise(rows))
+            moved = {kind: sum(row[5] for row in lines.get(kind, ())) for kind in TRANSFERS}
+            # The root and the last block stay gathered between the passes; gradients go once.
+            assert moved["to_device"] == shards + sum(blocks[:-1])
+            assert moved["to_host"] == shards
+            both = moved["disk_read"], moved["disk_write"]
+            if place == "cpu":
+                assert both == (0, 0)
+            elif timeline.step == 1:  # both moments are made, of elements and no padding
+                assert both[0] == 0 < both[1] <= 2 * shards
+            else:
+                in_files += [
+                    (kind, row[2], row[5]) for kind in _IN_FILES for row in lines.get(kind, ())
+                ]
+                _check_turns(in_files, timeline.step - 2, resting[rank])
+    last = record.steps[-1].metrics
+    for kind in TRANSFERS:
+        if kind.startswith("to_") or place == "nvme":
+            assert last[TRANSFER_MS.format(kind)].min >= 0
+        else:
+            assert TRANSFER_MS.format(kind) not in last
+
+
+def _check_turns(in_files, num_steps, resting):
+    """Check what was told of files through a step: each unit is read and written once a step.
+
+    A step may go on in the background of the forward pass after it, and what is read and written
+    is told in the step in which it ends. So of the last step some units are read, and some of
+    these written.
+    """
+    sizes = {}
+    for _, unit, num_bytes in in_files:
+        sizes.setdefault(unit, set()).add(num_bytes)
+    told = Counter((kind, unit) for kind, unit, _ in in_files)
+    for unit in sizes:
+        num_reads, num_writes = (told[kind, unit] for kind in _IN_FILES)
+        assert num_reads - num_steps in (0, 1)
+        assert num_reads - num_writes in (0, 1)
+    if num_steps > 1:
+        assert len(sizes) == len(resting)
+        for (whole,) in sizes.values():  # whole blocks of the file
+            assert whole >= 2 * max(resting) and whole % 4096 == 0

@@ -1,5 +1,6 @@
-"""Keys of `shardwise train`: YAML, flags, and errors written for people."""
+"""Keys of `shardwise train`: YAML, flags, errors written for people; the learning rate."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,9 @@ from shardwise.train.checks import resolve_batch
 from shardwise.train.config import TrainConfig, dump_config, load_config
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.yaml"
+
+
+RANGE = {"schedule": "LRRangeTest"}
 
 
 def write(folder, text):
@@ -39,8 +43,9 @@ def test_keys_are_those_of_the_file_and_flags_win(tmp_path, text, flags, expecte
 
 
 @pytest.mark.parametrize(
-    ("text", "parts"),
+    ("given", "parts"),  # a file's text, or flags
     [
+        ("lr: -1\nheds: 2\n", ["lr: expected greater than 0", "unknown key 'heds'"]),
         ("stge: 2\n", ["unknown key 'stge'", "did you mean 'stage'"]),
         ("micro-batch: 2\n", ["unknown key 'micro-batch'", "did you mean 'micro_batch'"]),
         ("zzz: 2\n", ["unknown key 'zzz'", "--help"]),
@@ -60,61 +65,34 @@ def test_keys_are_those_of_the_file_and_flags_win(tmp_path, text, flags, expecte
         ("restarts: 5\n", ["restarts: expected resume auto beside it, got never"]),
         ("[1, 2]\n", ["expected `key: value` lines", "list"]),
         ("a: b: c\n", ["expected YAML"]),
+        ({"micro_batch": 0}, ["flag --micro-batch: micro_batch: expected greater"]),
+        ({"gather": "int8", "stage": 0}, ["nothing is gathered at stage 0"]),
+        ({"gather": "int9"}, ["int9"]),
+        ({"reduce": "int8"}, ["int8-a2a"]),
+        ({"gather": "int8", "gather_block": 24}, ["multiple of 16"]),
+        ({"schedule": "OneCycle"}, ["OneCycle needs cycle_min_lr"]),
+        ({"schedule": "WarmupLR", "warmup_steps": 3}, ["leave warmup_steps and min_lr out"]),
+        ({"schedule_options": {"warmup_num_steps": 3}}, ["expected one of WarmupLR"]),
+        (RANGE | {"schedule_options": {"lr_range_min_lr": 3}}, ["mean 'lr_range_test_min_lr'"]),
+        (RANGE | {"schedule_options": {"lr_range_test_min_lr": [1, 2]}}, ["one value each"]),
+        (
+            RANGE | {"schedule_options": {"lr_range_test_min_lr": 10**400}},
+            ["expected a number"],
+        ),
+        ({"optimizer_options": {"epsilon": 1}}, ["unknown argument 'epsilon' of AdamW"]),
+        ({"optimizer_options": {"lr": 1}}, ["lr has keys of its own"]),
+        ({"optimizer_options": {"moments": "int8"}}, ["moments='int8': expected one of 'fp32'"]),
+        ({"optimizer_options": {"moments": "bf16", "amsgrad": True}}, ["of shardwise.optim.AdamW"]),
+        ({"optimizer_options": "[1]"}, ["expected `{name: value"]),
+        ({"pp": 2, "accumulation_order": "breadth_first"}, ["expected depth_first with pp"]),
     ],
 )
-def test_an_error_names_the_file_the_key_and_what_was_expected(tmp_path, text, parts):
-    path = write(tmp_path, text)
+def test_an_error_names_the_file_or_flag_the_key_and_what_was_expected(tmp_path, given, parts):
+    path = write(tmp_path, given) if isinstance(given, str) else None
     with pytest.raises(ConfigError) as caught:
-        load_config(path, {})
-    for part in [str(path), *parts]:
+        load_config(path, {} if path else given)
+    for part in [str(path or ""), *parts]:
         assert part in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("flags", "told"),
-    [
-        ({"micro_batch": 0}, "flag --micro-batch: micro_batch: expected greater"),
-        ({"gather": "int8", "stage": 0}, "nothing is gathered at stage 0"),
-        ({"gather": "int9"}, "int9"),
-        ({"reduce": "int8"}, "int8-a2a"),
-        ({"gather": "int8", "gather_block": 24}, "multiple of 16"),
-        ({"schedule": "OneCycle"}, "OneCycle needs cycle_min_lr"),
-        ({"schedule": "WarmupLR", "warmup_steps": 3}, "leave warmup_steps and min_lr out"),
-        ({"schedule_options": {"warmup_num_steps": 3}}, "expected one of WarmupLR"),
-        (
-            {"schedule": "WarmupLR", "schedule_options": {"warmup_steps": 3}},
-            "did you mean 'warmup_num_steps'",
-        ),
-        (
-            {"schedule": "LRRangeTest", "schedule_options": {"lr_range_test_min_lr": [1, 2]}},
-            "one value each",
-        ),
-        (
-            {"schedule": "LRRangeTest", "schedule_options": {"lr_range_test_min_lr": 10**400}},
-            "lr_range_test_min_lr: expected a number, got",
-        ),
-        ({"optimizer_options": {"epsilon": 1}}, "unknown argument 'epsilon' of AdamW"),
-        ({"optimizer_options": {"lr": 1}}, "lr has keys of its own"),
-        ({"optimizer_options": {"moments": "int8"}}, "moments='int8': expected one of 'fp32'"),
-        (
-            {"optimizer_options": {"moments": "bf16", "amsgrad": True}},
-            "unknown argument 'amsgrad' of shardwise.optim.AdamW",
-        ),
-        ({"optimizer_options": "[1]"}, "expected `{name: value"),
-        (
-            {"pp": 2, "accumulation_order": "breadth_first"},
-            "accumulation_order: expected depth_first with pp",
-        ),
-    ],
-)
-def test_an_error_in_a_flag_names_what_was_expected(flags, told):
-    with pytest.raises(ConfigError, match=told):
-        load_config(None, flags)
-
-
-def test_every_bad_key_is_named_at_once(tmp_path):
-    with pytest.raises(ConfigError, match=r"(?s)lr.*heds"):
-        load_config(write(tmp_path, "lr: -1\nheds: 2\n"), {})
 
 
 def test_a_missing_file_is_an_error(tmp_path):
@@ -165,3 +143,39 @@ def test_a_run_that_goes_on_keeps_its_global_batch_unless_a_key_asks(tmp_path):
     assert resolve_batch(config, 3).global_batch == 8
     assert resolve_batch(config.model_copy(update={"accumulation": 1}), 3).global_batch == 6
     assert resolve_batch(config.model_copy(update={"resume": "never"}), 3).global_batch == 6
+
+
+@pytest.mark.parametrize(
+    ("keys", "rates"),
+    [
+        ({"steps": 20, "warmup_steps": 4}, {1: 0.25, 2: 0.5, 3: 0.75, 4: 1.0}),
+        ({"steps": 9, "schedule": "constant"}, dict.fromkeys(range(1, 10), 1.0)),
+        ({"steps": 3, "warmup_steps": 3}, {3: 1.0}),
+        *(
+            (
+                {"min_lr": 0.2, "steps": 10, "warmup_steps": 2, "schedule": schedule},
+                {6: 0.6, 10: 0.2},
+            )
+            for schedule in ("cosine", "linear")
+        ),
+    ],
+)
+def test_rates_rise_to_lr_and_fall_to_min_lr(keys, rates):
+    config = TrainConfig.model_validate({"lr": 1.0, **keys})
+    assert {step: config.learning_rate(step) for step in rates} == pytest.approx(rates)
+
+
+def test_cosine_is_a_cosine():
+    config = TrainConfig(lr=1.0, steps=8)
+    for step in range(1, 9):
+        expected = (1 + math.cos(math.pi * step / 8)) / 2
+        assert config.learning_rate(step) == pytest.approx(expected)
+
+
+def test_a_curve_of_deepspeed_has_its_own_options_and_ends_with_the_run():
+    config = TrainConfig(
+        lr=0.5, steps=12, schedule="WarmupCosineLR", schedule_options={"warmup_num_steps": 4}
+    )
+    rates = [config.learning_rate(step) for step in range(1, 14)]
+    assert rates[:2] == [0.0, 0.0] and max(rates) == rates[4] == 0.5
+    assert rates[-1] == pytest.approx(0.5 * 1e-4)  # total_num_steps is that of the run

@@ -24,10 +24,6 @@ TURNS = [
 ]
 
 
-def one_turn(rank, num_ranks, flags):
-    train(rank, num_ranks, flags)
-
-
 # Stages draw other weights than the whole model, so one process begins.
 PIPELINE_TURNS = [
     (1, {}),
@@ -61,10 +57,10 @@ def test_a_run_goes_on_over_any_degrees_as_one_process_does(tmp_path, kind):
         flags, turns = {**flags, "layers": 3}, PIPELINE_TURNS
     for number, (num_ranks, degrees) in enumerate(turns):
         steps = {"steps": 2 * number + 2, "save_every": 2, "resume": "auto"}
-        run_ranks(one_turn, num_ranks, {**flags, **degrees, **steps, "output": tmp_path / "run"})
+        run_ranks(train, num_ranks, {**flags, **degrees, **steps, "output": tmp_path / "run"})
     last = 2 * len(turns)
     alone = {"micro_batch": flags["global_batch"], "steps": last, "output": tmp_path / "alone"}
-    run_ranks(one_turn, 1, {**flags, **alone})
+    run_ranks(train, 1, {**flags, **alone})
     config = TrainConfig(**{**TINY, **FLAGS, "layers": flags.get("layers", TINY["layers"])})
     roundings = decoder_roundings(config, flags["global_batch"] * last)
     ours, theirs = (
@@ -90,10 +86,7 @@ def test_a_run_goes_on_over_any_degrees_as_one_process_does(tmp_path, kind):
         ({"tp": 4}, "tp: expected a divisor of kv_heads 2, got 4"),
         ({"cp": 5}, "cp: expected a divisor of seq 24, got 5"),
         ({"cp": 8, "tp": 2}, "tp: expected a divisor of seq 24 / cp 8, got 2"),
-        (
-            {"cp": 4, "tp": 2, "cp_method": "heads"},
-            "'heads' needs a cp that divides heads 4 / tp 2",
-        ),
+        ({"cp": 4, "tp": 2, "cp_method": "heads"}, "needs a cp that divides heads 4 / tp 2"),
         ({"cp": 8, "cp_method": "ring"}, "'ring' needs 2 x cp 8 to divide seq 24"),
         ({"cp": 2, "cp_method": "ring", "dropout": 0.1}, "cp_method: 'ring' needs no dropout"),
         ({"tp": 2, "cp": 2}, "axes: cp=2 x tp=2 = 4 does not divide 6 ranks"),

@@ -1,4 +1,4 @@
-"""Text to tokens: files found and skipped, and the entropy of their tokens."""
+"""Text to tokens, tokens to windows: files found, entropy, an order that ranks do not change."""
 
 import json
 import math
@@ -6,10 +6,14 @@ import os
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from shardwise.data import TokenFiles
 from shardwise.errors import ConfigError
 from shardwise.train.text import (
     BYTES,
+    WindowSampler,
     find_documents,
     load_tokenizer,
     open_stream,
@@ -22,15 +26,11 @@ from shardwise.train.text import (
 
 def test_the_entropy_of_equal_counts_is_the_log_of_their_number():
     assert unigram_entropy(np.array([3, 3, 0, 3, 3])) == pytest.approx(math.log(4))
-
-
-def test_the_entropy_of_one_token_is_zero():
     assert unigram_entropy(np.array([0, 7])) == 0
 
 
 def test_bytes_survive_the_round_trip():
-    tokenizer = BYTES
-    assert tokenizer.decode(list(tokenizer.encode("naïve\n"))) == "naïve\n"
+    assert BYTES.decode(list(BYTES.encode("naïve\n"))) == "naïve\n"
 
 
 def test_a_stream_is_the_documents_with_a_zero_after_each(tmp_path):
@@ -41,9 +41,9 @@ def test_a_stream_is_the_documents_with_a_zero_after_each(tmp_path):
     (tmp_path / "text" / "latin.txt").write_bytes(b"\xe9t\xe9")
     (tmp_path / "text" / ".hidden").write_text("no")
     write_stream(find_documents(tmp_path / "text"), BYTES, tmp_path / "run")
-    stream = open_stream(tmp_path / "run", seq=1)
-    assert bytes(stream.windows.rows[0]) == b"A\0BB\0"
-    assert stream.unigram_entropy == pytest.approx(unigram_entropy(np.array([2, 1, 2])))
+    files, entropy = open_stream(tmp_path / "run", seq=1)
+    assert bytes(files.rows[0]) == b"A\0BB\0"
+    assert entropy == pytest.approx(unigram_entropy(np.array([2, 1, 2])))
 
 
 def test_a_stream_is_written_again_only_when_the_text_changed(tmp_path):
@@ -56,7 +56,7 @@ def test_a_stream_is_written_again_only_when_the_text_changed(tmp_path):
     text.write_text("three")
     os.utime(text, ns=(1, 1))
     write_stream([text], BYTES, run)
-    assert bytes(open_stream(run, seq=1).windows.rows[0]) == b"three\0"
+    assert bytes(open_stream(run, seq=1)[0].rows[0]) == b"three\0"
     assert sorted(path.name for path in run.iterdir()) == ["tokens.bin", "tokens.json"]
 
 
@@ -66,10 +66,10 @@ def test_token_files_are_mapped_where_they_are(tmp_path):
     for name, row in zip("ab", rows, strict=True):
         np.save(tmp_path / "tokens" / f"{name}.npy", row)
     write_stream(find_documents(tmp_path / "tokens"), BYTES, tmp_path / "run")
-    stream = open_stream(tmp_path / "run", seq=3)
+    files, _ = open_stream(tmp_path / "run", seq=3)
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["tokens.json"]
-    assert len(stream.windows) == 3 + 2
-    ids, targets = read_windows(stream, [2, 3])
+    assert len(files) == 3 + 2
+    ids, targets = read_windows(files, [2, 3])
     assert ids.tolist() == [[6, 7, 8], [255] * 3] and targets.tolist()[0] == [7, 8, 9]
     np.save(tmp_path / "big.npy", np.array([3, 256]))
     with pytest.raises(ConfigError, match=r"big\.npy has token 256, and the tokenizer 256"):
@@ -99,9 +99,6 @@ def test_the_standard_library_is_found_without_packages_and_tests():
 def test_no_text_is_an_error(tmp_path):
     with pytest.raises(ConfigError, match="expected a text file or a folder of text"):
         find_documents(tmp_path / "nowhere")
-
-
-def test_only_binary_files_are_an_error(tmp_path):
     (tmp_path / "a.bin").write_bytes(b"\0")
     with pytest.raises(ConfigError, match="no UTF-8 text in 1 files"):
         write_stream([tmp_path / "a.bin"], BYTES, tmp_path / "run")
@@ -129,3 +126,26 @@ def test_a_bad_tokenizer_file_is_named(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"is not a tokenizer\.json"):
         load_tokenizer(tmp_path / "tokenizer.json")
+
+
+@given(data=st.data(), seed=st.integers(0, 1000))
+def test_an_epoch_is_every_window_but_the_held_out(data, seed):
+    eval_windows = data.draw(st.integers(0, 20))
+    num_windows = data.draw(st.integers(max(1, 2 * eval_windows), 90))
+    sampler = WindowSampler(num_windows, eval_windows, seed)
+    held_out = {sampler.eval_window(index) for index in range(eval_windows)}
+    trained = [sampler.train_window(1, i, sampler.train_windows) for i in range(num_windows)]
+    assert len(held_out) == eval_windows
+    assert sorted([*held_out, *trained[: sampler.train_windows]]) == list(range(num_windows))
+
+
+def test_another_epoch_has_another_order():
+    sampler = WindowSampler(num_windows=60, eval_windows=0, seed=0)
+    first, second = ([sampler.train_window(step, i, 60) for i in range(60)] for step in (1, 2))
+    assert first != second
+
+
+def test_too_little_text_is_an_error(tmp_path):
+    np.save(tmp_path / "few.npy", np.zeros(100, dtype=np.uint8))
+    with pytest.raises(ConfigError, match="at least 8 windows of seq 16"):
+        WindowSampler.over(TokenFiles([tmp_path / "few.npy"], 16), eval_windows=4, seed=0)

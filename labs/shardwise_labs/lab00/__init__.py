@@ -11,9 +11,9 @@ LAB = Lab(
         "each": 2,
         "flat": 3,
         "start": 4,
+        "passes": 5,
         "bits": 4,
         "sent": 3,
-        "passes": 5,
     },
     num_ranks=(2,),
     predict={
@@ -42,7 +42,11 @@ LAB = Lab(
         "SW010",
         "28 small messages in place of one: each costs a latency, and the bytes are the same",
     ),
-    decision=Decision("replicated", "24 GB and 8 GB fit in 40 GB, so nothing needs to be sharded"),
+    decision=Decision(
+        "replicated",
+        "24 GB and 8 GB fit in 40 GB, so nothing needs to be sharded",
+        "what do 16 bytes per parameter and the activations need on one device?",
+    ),
     hints={
         1: (
             "What of the device is left beside the activations? What does a parameter need?",

@@ -34,6 +34,8 @@ def run(judge: Judge) -> None:
     whole = 4 * numel_of(own.model)
     rows = {"replicated": own} | {s: measured_stages(judge.rank, judge.solutions)[s] for s in ZEROS}
     passes: Any = judge.call("passes")
+    heads = ("calls", "bytes sent", "passes", "yours", "bytes held")
+    judge.row("", "{:>6} {:>12} {:>8} {:>6} {:>12}".format(*heads))
     for stage, each in rows.items():
         share = each.sent / (whole * (judge.num_ranks - 1) / judge.num_ranks)
         judge.row(

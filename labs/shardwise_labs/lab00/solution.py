@@ -12,7 +12,7 @@ from torch import Tensor, nn
 # two moments.
 PREDICT = {
     "GB of a model of 1e9 parameters on each rank": 16,  # predicted
-    # An all-reduce of P bytes over N ranks sends 2 * (N - 1) / N * P bytes from each rank.
+    # Two passes over the gradients; P is their bytes.
     "bytes sent in a step, in P, on 2 ranks": 1,  # predicted
     "the same on 8 ranks": 1.75,  # predicted
     # The model here has 28 parameter tensors.
@@ -54,7 +54,7 @@ class Replicas:
 
     def __init__(self, model: nn.Module, lr: float):
         self.parameters = list(model.parameters())
-        # GAP 4. Ranks may have drawn different values. `dist.broadcast(tensor, src=0)` gives all
+        # GAP 4. Ranks may have drawn different values. `dist.broadcast(p.data, src=0)` gives all
         # ranks rank 0's. `self.optimizer`: torch.optim.Adam on all parameters, foreach=False.
         for p in self.parameters:
             dist.broadcast(p.data, src=0)
@@ -72,13 +72,13 @@ class Replicas:
 
 
 def passes(stage: str, micro_batches: int) -> int:
-    """Return how often a step sends P: each gather and each reduction of everything is one pass.
+    """Return the passes in a step: reductions of all gradients, gathers of all parameters.
 
-    `stage` is "replicated", "zero1", "zero2" or "zero3".
+    `stage` is "replicated", "zero1", "zero2" or "zero3"; backward runs `micro_batches` times.
     """
-    # GAP 5. replicated: an all-reduce is two passes. zero1: one reduction, one gather of values
-    # per step. zero2: one reduction in EACH micro-batch, one gather per step. zero3: each
-    # micro-batch gathers for forward, gathers for backward, and reduces.
+    # GAP 5. replicated: two, for the all-reduce. zero1: one reduction and one gather per step.
+    # zero2: one reduction in EACH micro-batch, one gather per step. zero3: each micro-batch
+    # gathers for forward, gathers for backward, and reduces.
     return {
         "replicated": 2,
         "zero1": 2,
@@ -92,7 +92,7 @@ def passes(stage: str, micro_batches: int) -> int:
 # finding names it: "SW001" not sharded, "SW005" another stage fits better, "SW010" reductions too
 # small, "SW020" a straggler?
 BREAK = {
-    "line": None,
+    "line": None,  # its number
     "finding": None,
 }
 

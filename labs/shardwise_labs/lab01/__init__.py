@@ -35,7 +35,11 @@ LAB = Lab(
         "SW001",
         "Adam's state is not divided; a run like that holds whole state on every rank",
     ),
-    decision=Decision("zero1", "63 GB of 70 GB; zero3 would hold 14 GB and send 1.5 x as much"),
+    decision=Decision(
+        "zero1",
+        "63 GB of 70 GB; zero3 would hold 14 GB and send 1.5 x as much",
+        "take the lowest stage that fits in 70 GB; in fp32 it is 4 + 4 + 8 bytes",
+    ),
     hints={
         1: (
             "Mixed precision computes in 2 bytes, but Adam works in fp32.",

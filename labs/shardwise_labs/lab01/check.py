@@ -19,6 +19,8 @@ def _formula(judge: Judge, numel: int, dp: int, **sizes: float) -> Mapping[str, 
 
 def run(judge: Judge) -> None:
     """Measure a model of 68,167 parameters on two ranks, beside the reader's formulas."""
+    heads = ("formula", "held", "peak", "ratio", "sent")
+    judge.row("", "{:>10} {:>10} {:>10} {:>6} {:>10}".format(*heads))
     for stage, trained in measured_stages(judge.rank, judge.solutions).items():
         numel, units = numel_of_plain(trained)
         formula = _formula(judge, numel, judge.num_ranks)[stage]
@@ -114,6 +116,7 @@ def _judge_held(judge: Judge) -> None:
         "elements are counted, not bytes": 270.0,
         "elements of distinct memory are counted, not bytes": 130.0,
         "memory that views share is counted once for each view": 820.0,
+        "`data_ptr()` and bytes of the tensor: a view may begin elsewhere; ask its storage": 860.0,
         "views count twice, and freed memory counts": 400.0 * 2 - 40 + 60 + 200,
         "every tensor is counted at 4 bytes, views twice": 4.0 * 270,
         "storage is counted once for each view of it": 1260.0,

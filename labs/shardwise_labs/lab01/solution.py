@@ -22,7 +22,7 @@ PREDICT = {
     "peak over formula": 1.3,  # predicted
 }
 
-# GAP 1. Bytes of one parameter in mixed precision: {"param": ..., "grad": ..., "adam": ...}.
+# GAP 1. MIXED = {"param": ..., "grad": ..., "adam": ...}: bytes of a parameter in mixed precision.
 MIXED = {"param": 2, "grad": 2, "adam": 4 + 4 + 4}
 # END
 
@@ -30,7 +30,7 @@ MIXED = {"param": 2, "grad": 2, "adam": 4 + 4 + 4}
 def bytes_per_rank(
     numel: int, dp: int, param: float = 4, grad: float = 4, adam: float = 8
 ) -> dict[str, float]:
-    """Return the bytes on one of `dp` ranks by stage; `param`, `grad`, `adam` are per element."""
+    """Return the bytes on each of `dp` ranks by stage; `param`, `grad`, `adam` are per element."""
     # GAP 2. The heart, four lines: zero1 divides Adam's state by dp, zero2 the gradients too,
     # zero3 all three. Return {"replicated": ..., "zero1": ..., "zero2": ..., "zero3": ...}.
     replicated = numel * (param + grad + adam)
@@ -62,9 +62,9 @@ def held_bytes(tensors: Iterable[Tensor]) -> int:
 
 def zero3_peak(unit_numels: list[int], dp: int) -> float:
     """Return the most bytes that zero3 holds in fp32; activations are left out."""
-    # GAP 5. What the formula leaves out. Beside the slices of everything, the largest unit has
-    # at the worst moment its full parameters, its full gradients, and a packed copy of the
-    # gradients that is being reduced.
+    # GAP 5. What the formula leaves out. A unit is some layers that are full while they compute.
+    # At the worst moment the largest one has its full parameters, its full gradients, and a copy
+    # of them in one tensor that is being sent, beside everybody's slices.
     slices = bytes_per_rank(sum(unit_numels), dp)["zero3"]
     return slices + 12 * max(unit_numels)
     # END
@@ -74,7 +74,7 @@ def zero3_peak(unit_numels: list[int], dp: int) -> float:
 # that: "SW001" not sharded, "SW006" padding, "SW030" activations do not fit, "SW042" updates that
 # round away? (`shardwise explain SW001` and so on.)
 BREAK = {
-    "line": None,
+    "line": None,  # its number
     "finding": None,
 }
 

@@ -34,7 +34,11 @@ LAB = Lab(
         "SW010",
         "each message has 128 bytes, so the time is latency and no link is ever filled",
     ),
-    decision=Decision(25, "49 GB in 1.96 s; at 12.5 GB/s it takes 3.92 s, longer than backward"),
+    decision=Decision(
+        25,
+        "49 GB in 1.96 s; at 12.5 GB/s it takes 3.92 s, longer than backward",
+        "how many GB does a rank send, and how many are that in each of the 2.5 s?",
+    ),
     hints={
         1: (
             "`dist.send` returns when the message is on its way. Who is receiving by then?",

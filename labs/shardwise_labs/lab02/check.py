@@ -35,6 +35,7 @@ def run(judge: Judge) -> None:
     model = [p.detach() for p in make_model().parameters()]
     numel = sum(p.numel() for p in model)
     model.append(torch.zeros(-numel % judge.num_ranks))
+    judge.row("", f"{'bytes sent':>10} {'messages':>10}")
     for name, given in (
         ("reduce_scatter", values),
         ("all_gather", values[:SLICE]),

@@ -87,7 +87,7 @@ def all_reduce_many(tensors: list[Tensor]) -> Tensor:
 # After the run. lab02_broken.py has one wrong line. Which finding names it: "SW001" not sharded,
 # "SW010" reductions too small, "SW011" buckets too large, "SW020" a straggler?
 BREAK = {
-    "line": None,
+    "line": None,  # its number
     "finding": None,
 }
 

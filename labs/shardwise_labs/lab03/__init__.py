@@ -45,7 +45,11 @@ LAB = Lab(
         "SW006",
         "each bias of 64 elements takes 6,144; a flat tensor needs zeros at its end only",
     ),
-    decision=Decision(16, "56 GB stay whole, and 56 / N of moments must fit in 4: 14 or more"),
+    decision=Decision(
+        16,
+        "56 GB stay whole, and 56 / N of moments must fit in 4: 14 or more",
+        "parameters and gradients take 56 GB on each rank. Are 56 / N of moments too much?",
+    ),
     hints={
         1: (
             "10 elements on 4 ranks are 3 each, so 12 in all.",

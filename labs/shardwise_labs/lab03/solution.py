@@ -100,7 +100,7 @@ class Zero1:
 # which finding names it: "SW001" not sharded, "SW006" padding, "SW011" buckets too large, "SW042"
 # updates that round away? (`shardwise explain SW001` and so on.)
 BREAK = {
-    "line": None,
+    "line": None,  # its number
     "finding": None,
 }
 

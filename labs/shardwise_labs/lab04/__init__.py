@@ -43,7 +43,11 @@ LAB = Lab(
         "SW011",
         "the model has fewer elements, so all full gradients wait for the end of backward",
     ),
-    decision=Decision("zero1", "63 GB fit in 70, and zero2 sends 2.5 x as much"),
+    decision=Decision(
+        "zero1",
+        "63 GB fit in 70, and zero2 sends 2.5 x as much",
+        "what does each stage hold, of 70 GB? And what does it send in four micro-batches?",
+    ),
     hints={
         1: (
             "Autograd writes the gradients of a module one by one. You want a call after each.",

@@ -1,5 +1,6 @@
 """The check of lab 4: units on small modules, then training on two ranks."""
 
+import inspect
 from typing import Any
 
 import torch
@@ -74,9 +75,19 @@ def check(judge: Judge) -> None:
 def _judge_hooks(judge: Judge) -> None:
     called: list[bool] = []
 
-    class Watched(judge.call("Unit")):  # type: ignore[misc]
-        def count_gradient(self, *_: object) -> None:
+    unit: Any = judge.call("Unit")
+    accepts = inspect.signature(unit.count_gradient).bind
+
+    class Watched(unit):  # type: ignore[misc]
+        def count_gradient(self, *given: object) -> None:
             called.append(sum(p.grad is not None for p in linear.parameters()) > len(called))
+            try:
+                accepts(self, *given)
+            except TypeError:
+                raise WrongAnswer(
+                    "the hook gives the parameter to count_gradient, which takes none: hand on a "
+                    "function that drops it"
+                ) from None
 
     linear = nn.Linear(5, 3)
     Watched(linear)

@@ -103,7 +103,7 @@ class Zero2:
 # After the run. lab04_broken.py has one wrong line. Which finding names it: "SW001" not sharded,
 # "SW010" reductions too small, "SW011" buckets too large, "SW042" updates that round away?
 BREAK = {
-    "line": None,
+    "line": None,  # its number
     "finding": None,
 }
 

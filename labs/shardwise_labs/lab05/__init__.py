@@ -46,7 +46,11 @@ LAB = Lab(
         "SW004",
         "all four blocks form one unit, so three full copies of all of them are there at once",
     ),
-    decision=Decision(8, "112 / 8 = 14 GB of slices, and 2.4 GB of one full unit, fit in 20 GB"),
+    decision=Decision(
+        8,
+        "112 / 8 = 14 GB of slices, and 2.4 GB of one full unit, fit in 20 GB",
+        "activations and one full unit take 6.4 of 24 GB. Does 112 / N fit in the rest?",
+    ),
     hints={
         1: (
             "A view shares memory with its tensor. Free the tensor, and the view is empty.",

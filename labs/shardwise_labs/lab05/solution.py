@@ -101,7 +101,7 @@ class Zero3:
 # After the run. lab05_broken.py has one wrong line. Which finding names it: "SW001" not sharded,
 # "SW003" units too small, "SW004" one unit is much larger, "SW006" padding?
 BREAK = {
-    "line": None,
+    "line": None,  # its number
     "finding": None,
 }
 

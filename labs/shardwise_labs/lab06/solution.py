@@ -118,7 +118,7 @@ def sent(own: list[int], others: list[int], num_tensors: int) -> tuple[int, int]
 # and which finding names it: "SW001" not sharded, "SW002" one unit for the whole model, "SW003"
 # units too small, "SW006" padding?
 BREAK = {
-    "line": None,
+    "line": None,  # its number
     "finding": None,
 }
 

@@ -42,7 +42,9 @@ LAB = Lab(
         "all gathers begin at once, so all units are full at once and nothing is saved",
     ),
     decision=Decision(
-        1, "4 ms hide behind 6 ms with one gather ahead; each further one costs 400 MB for nothing"
+        1,
+        "4 ms hide behind 6 ms with one gather ahead; each further one costs 400 MB for nothing",
+        "how many gathers of 4 ms hide behind 6 ms of compute? Each one ahead holds 400 MB",
     ),
     hints={
         1: (

@@ -72,6 +72,7 @@ def run(judge: Judge) -> None:
     def row(label: str, *values: int) -> None:
         judge.row(label, "".join(f"{value:>12,}" for value in values))
 
+    judge.row("", "".join(f"{way:>12}" for way in WAYS))
     row("gathers", *(sum(n[0] == "g" for n in t.names("launch")) for t in lines))
     row("gathers beside compute", *(t.hidden("g") for t in lines))
     row("reductions", *(sum(n[0] == "r" for n in t.names("launch")) for t in lines))

@@ -137,7 +137,7 @@ class Overlapped(Zero3):
 # small, "SW010" reductions too small, "SW011" buckets or prefetch too large, "SW012" exposed
 # communication?
 BREAK = {
-    "line": None,
+    "line": None,  # its number
     "finding": None,
 }
 

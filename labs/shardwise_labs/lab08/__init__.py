@@ -41,7 +41,11 @@ LAB = Lab(
         "SW033",
         "a read for each 64 elements: hundreds of small reads, each with its latency",
     ),
-    decision=Decision("keep", "63 GB of zero1 and 10 GB fit in 80 GB: offload would only cost"),
+    decision=Decision(
+        "keep",
+        "63 GB of zero1 and 10 GB fit in 80 GB: offload would only cost",
+        "what does zero1 hold on 8 ranks, and is it too much beside the activations?",
+    ),
     hints={
         1: (
             "range(0, numel, size) has the beginnings.",

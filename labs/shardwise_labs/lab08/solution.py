@@ -127,7 +127,7 @@ def tokens_to_hide(flops: float, bytes_per_second: float, num_ranks: int) -> flo
 # names it: "SW012" exposed communication, "SW030" activations do not fit, "SW032" offload to host
 # memory takes over, "SW033" the disk starves the step?
 BREAK = {
-    "line": None,
+    "line": None,  # its number
     "finding": None,
 }
 

@@ -50,7 +50,9 @@ LAB = Lab(
         "in each step",
     ),
     decision=Decision(
-        "masters", "2 + 2 + 12 / 8 bytes: 38.5 GB. fp32 is 63 GB, and bf16 alone does not move"
+        "masters",
+        "2 + 2 + 12 / 8 bytes: 38.5 GB. fp32 is 63 GB, and bf16 alone does not move",
+        "GB at zero1 on 8 ranks, for each; then the smallest update of a bf16 weight",
     ),
     hints={
         1: (

@@ -108,7 +108,7 @@ class Scaler:
 # finding names it: "SW001" not sharded, "SW040" half precision is not stable, "SW041" numbers that
 # are not finite, "SW042" updates that round away?
 BREAK = {
-    "line": None,
+    "line": None,  # its number
     "finding": None,
 }
 

@@ -43,6 +43,7 @@ LAB = Lab(
     decision=Decision(
         "zero3",
         "17.5 GB of state and 30 GB of activations fit; other axes would only add messages",
+        "what does zero3 hold of 16 x 70 GB on 64 devices, and what is left for activations?",
     ),
     hints={
         1: (

@@ -142,12 +142,15 @@ def _problem(judge: Judge, step: _Step, degrees: tuple[int, int, int]) -> str | 
 
 def run(judge: Judge) -> None:
     """Make a step with each set of degrees: its place, its peers, its bytes, and if it is right."""
+    judge.row("", f"{'peers':>6}{'tensor':>8}{'data':>8}{'pipeline':>10}{'right':>7}")
     for name, degrees in DEGREES.items():
         step = _run(judge, degrees, is_theirs=True)
         (peers,) = (p for p in step.peers if judge.rank in p)
-        sent = "".join(f"{step.sent[axis]:>8,}" for axis in ("tp", "dp", "pp"))
+        tensor, data, pipeline = (f"{step.sent[axis]:,}" for axis in ("tp", "dp", "pp"))
         wrong = "no" if _problem(judge, step, degrees) else "yes"
-        judge.row(name, f"{'-'.join(map(str, peers)):>6}{sent}{wrong:>6}")
+        judge.row(
+            name, f"{'-'.join(map(str, peers)):>6}{tensor:>8}{data:>8}{pipeline:>10}{wrong:>7}"
+        )
 
 
 def check(judge: Judge) -> None:

@@ -133,7 +133,7 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
 # slow: which line, and which finding names it: "SW003" units too small, "SW010" reductions too
 # small, "SW014" a slow axis of the mesh, "SW024" uneven batches?
 BREAK = {
-    "line": None,
+    "line": None,  # its number
     "finding": None,
 }
 

@@ -42,7 +42,9 @@ LAB = Lab(
         "the only save comes after the last step, so a failure costs all the work before it",
     ),
     decision=Decision(
-        20, "a save costs 10.5 s; the square root of 2 x 10.5 s x 86,400 s is 1,347 s, 22 minutes"
+        20,
+        "a save costs 10.5 s; the square root of 2 x 10.5 s x 86,400 s is 1,347 s, 22 minutes",
+        "seconds of a save: a rank writes 84 / 8 GB. Then the interval of lab 10",
     ),
     hints={
         1: (

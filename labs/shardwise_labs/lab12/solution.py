@@ -123,7 +123,7 @@ def train(
 # step any more, "SW041" numbers that are not finite, "SW050" saves stop the training, "SW051" a
 # failure would cost much work?
 BREAK = {
-    "line": None,
+    "line": None,  # its number
     "finding": None,
 }
 

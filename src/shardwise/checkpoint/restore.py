@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint.container import dtype_name, memory_of, torch_dtype
 from shardwise.checkpoint.read import Checkpoint
-from shardwise.checkpoint.source import TensorInfo
+from shardwise.checkpoint.source import Source, TensorInfo
 from shardwise.checkpoint.state import (
     clean_name,
     local_piece,
@@ -222,7 +222,7 @@ class Restore:
             name, *others = names
             used |= {name, *place.names}
             for other in others:
-                if _differ(source, infos[name], infos[other]):
+                if tensors_differ(source, infos[name], infos[other]):
                     if strict:
                         self._refuse(
                             f"'{name}' and '{other}' are one parameter here, and two there with "
@@ -440,7 +440,7 @@ def list_differences(missing: Sequence[str], unexpected: Sequence[str]) -> str:
     return "; ".join(parts)
 
 
-def _differ(source: Checkpoint, a: TensorInfo, b: TensorInfo) -> bool:
+def tensors_differ(source: Source, a: TensorInfo, b: TensorInfo) -> bool:
     """Tell whether two saved tensors differ; reads all of both on every rank, if they do not.
 
     So all ranks find the same answer without an exchange.

@@ -5,58 +5,55 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Annotated
 
 import typer
+from pydantic import BaseModel
 
 from shardwise import terminal
-from shardwise.cli.flags import check_target
+from shardwise.cli.flags import check_target, takes_keys
 from shardwise.cli.tables import make_table
 from shardwise.cli.train import read_place, told_by_one_rank
 from shardwise.errors import ConfigError
+from shardwise.keys import check_keys, key
 from shardwise.plan.machine.calibration import Calibration, to_json, write_calibration
 from shardwise.progress import share_bar
 from shardwise.quantities import format_bytes
 from shardwise.terminal import open_console
 from shardwise.train.launch import RankPlace, launch_local_ranks
 
-_DEFAULT = Path("shardwise-calibration.json")
+
+class BenchFlags(BaseModel):
+    """The flags of `shardwise bench`."""
+
+    calibrate: bool = key(False, "Run", "write a file that `shardwise plan` takes")
+    ranks: int | None = key(
+        None, "Run", "local ranks; unset: one per device, or per core. Not under torchrun", ge=1
+    )
+    threads: int | None = key(None, "Run", "CPU threads per rank; unset: cores / ranks", ge=1)
+    quick: bool = key(False, "Run", "a few seconds, and rough numbers")
+    output: Path = key(
+        Path("shardwise-calibration.json"),
+        "Output",
+        "the file that --calibrate writes; its disk is measured",
+    )
+    json_: bool = key(False, "Output", "print the file's contents")
 
 
-def bench(
-    context: typer.Context,
-    calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="write a file that `shardwise plan` takes")
-    ] = False,
-    ranks: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="local ranks; unset: one per device, or per core. Not under "
-            "torchrun, which has its own",
-        ),
-    ] = None,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="CPU threads per rank; unset: cores / ranks")
-    ] = None,
-    output: Annotated[
-        Path, typer.Option(help="the file that --calibrate writes; its disk is measured")
-    ] = _DEFAULT,
-    quick: Annotated[bool, typer.Option(help="a few seconds, and rough numbers")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="print the file's contents")] = False,
-) -> int:
+@takes_keys(BenchFlags)
+def bench(context: typer.Context, _: object, flags: dict[str, object]) -> int:
     """Measure this machine with all its ranks at once: products, memory, collectives, disk.
 
     The figures hold for this number of ranks, since ranks share cores and memory. With
     --calibrate they are written to a file, for `shardwise plan --calibration`. Takes about a
     minute.
     """
-    place = read_place(os.environ)
+    asked = check_keys(BenchFlags, {}, flags, None, "bench")
+    place, output = read_place(os.environ), asked.output
     with told_by_one_rank(place):
         check_target("output", output)
         if not os.access(folder := output.parent, os.W_OK):
             raise ConfigError(f"flag --output: the folder {folder} is not writable")
-        num_ranks = 1 if place is not None else ranks
+        num_ranks = 1 if place is not None else asked.ranks
         if num_ranks is None:
             import torch
 
@@ -67,17 +64,17 @@ def bench(
         from shardwise.train.setup import join_ranks
 
         own = place or RankPlace(0, 1, 0, 1)
-        with join_ranks(own, threads) as device, share_bar(own.rank == 0) as progress:
-            found = measure(device, folder, quick=quick, progress=progress)
+        with join_ranks(own, asked.threads) as device, share_bar(own.rank == 0) as progress:
+            found = measure(device, folder, quick=asked.quick, progress=progress)
         if own.rank:
             return 0
-        if as_json:
+        if asked.json_:
             terminal.say(json.dumps(to_json(found), indent=1) + "\n")
         else:
             _show(found)
-        if calibrate:
+        if asked.calibrate:
             write_calibration(found, output)
-            if not as_json:
+            if not asked.json_:
                 terminal.say(f"wrote {output}: `shardwise plan --calibration {output}`\n")
     return 0
 

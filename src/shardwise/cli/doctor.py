@@ -1,4 +1,4 @@
-"""`shardwise doctor`: the diagnosis of an observed run, as cards or as JSON."""
+"""`shardwise doctor`, the diagnosis of an observed run, and `shardwise explain`, its findings."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from pydantic import BaseModel
 from rich.panel import Panel
 from rich.text import Text
 
-from shardwise.cli.flags import print_json
+from shardwise.cli.flags import print_json, takes_keys
+from shardwise.cli.tables import make_table
 from shardwise.errors import ConfigError
+from shardwise.keys import check_keys, key
 from shardwise.monitor.doctor import diagnose
-from shardwise.monitor.findings import Diagnosis, Finding
+from shardwise.monitor.findings import Diagnosis, Finding, finding_docs
 from shardwise.monitor.record import RunRecord, read_run
+from shardwise.spelling import did_you_mean
 from shardwise.terminal import open_console, printable
 
 _HEALTHY, _FOUND, _NOT_WHOLE = 0, 1, 2
@@ -22,36 +26,28 @@ _COLOURS = {"critical": "red", "warning": "yellow"}
 _CARD_WIDTH = 100
 
 
-def doctor(
-    context: typer.Context,
-    run: Annotated[
-        Path | None,
-        typer.Argument(
-            help="the output of a run that was observed; with --preflight the YAML of one to come",
-            show_default=False,
-        ),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON for programs")] = False,
-    before: Annotated[
-        bool,
-        typer.Option(
-            "--preflight", help="look at the machines of a run to come; under torchrun on each node"
-        ),
-    ] = False,
-    folder: Annotated[
-        Path | None,
-        typer.Option(help="preflight: where checkpoints will be; unset: the YAML's output"),
-    ] = None,
-    ranks: Annotated[
-        int | None, typer.Option(min=1, help="preflight: local ranks; not under torchrun")
-    ] = None,
-    axes: Annotated[
-        str | None, typer.Option(help="preflight: degrees, such as tp=8,pp=2; unset: the YAML's")
-    ] = None,
-    timeout: Annotated[
-        float, typer.Option(min=1.0, help="preflight: seconds that a rank may be late")
-    ] = 60.0,
-) -> int:
+class DoctorFlags(BaseModel):
+    """The flags of `shardwise doctor`; most are of a preflight."""
+
+    preflight: bool = key(
+        False, "Run", "look at the machines of a run to come; under torchrun on each node"
+    )
+    folder: Path | None = key(
+        None, "Run", "preflight: where checkpoints will be; unset: the YAML's output"
+    )
+    ranks: int | None = key(None, "Run", "preflight: local ranks; not under torchrun", ge=1)
+    axes: str | None = key(None, "Run", "preflight: degrees, such as tp=8,pp=2; unset: the YAML's")
+    timeout: float = key(60.0, "Run", "preflight: seconds that a rank may be late", ge=1)
+    json_: bool = key(False, "Output", "print JSON for programs")
+
+
+@takes_keys(
+    DoctorFlags,
+    "run",
+    Path,
+    "the output of a run that was observed; with --preflight the YAML of one to come",
+)
+def doctor(context: typer.Context, run: Path | None, flags: dict[str, object]) -> int:
     """Diagnose an observed run: failures, the numbers behind them, and settings to change.
 
     With --preflight: check machines, network and folder of a run before it begins.
@@ -59,22 +55,21 @@ def doctor(
     Exit codes: 0 nothing was found; 1 something was; 2 the run has died or hangs, there is no such
     run, or too little of it to judge; with --preflight, the run would fail.
     """
-    if before:
+    asked = check_keys(DoctorFlags, {}, flags, None, "doctor")
+    if asked.preflight:
         from shardwise.cli.preflight import look_ahead
 
-        return look_ahead(context, run, folder, ranks, axes, timeout, as_json)
-    stray = [
-        name for name, value in (("folder", folder), ("ranks", ranks), ("axes", axes)) if value
-    ]
-    if stray:
-        raise ConfigError(f"flag --{stray[0]}: it is of a preflight; add --preflight")
+        return look_ahead(context, run, asked)
+    for stray in ("folder", "ranks", "axes"):
+        if stray in flags:
+            raise ConfigError(f"flag --{stray}: it is of a preflight; add --preflight")
     if run is None or not run.is_dir():
         raise ConfigError(f"{run or 'run'}: there is no such folder; name an observed run's output")
     record = read_run(run)
     diagnosis = diagnose(record)
     # Rules that look at steps must judge: what stands in the facts says little.
     is_judged = not any("lines of steps" in each.missing for each in diagnosis.abstentions)
-    if as_json:
+    if asked.json_:
         print_json({"kind": "diagnosis", "run": str(run)} | diagnosis.to_json())
     else:
         _show(record, diagnosis, is_judged)
@@ -83,6 +78,36 @@ def doctor(
     if diagnosis.findings:
         return _FOUND
     return _HEALTHY if is_judged else _NOT_WHOLE
+
+
+def explain(
+    code: Annotated[
+        str | None, typer.Argument(help="such as SW020, or 20; without it, all are listed")
+    ] = None,
+) -> int:
+    """Explain a finding by its code: meaning, condition with thresholds, remedies in order."""
+    docs, console = finding_docs(), open_console()
+    if code is None:
+        rows = ((doc.code, doc.title, doc.severity) for doc in docs.values())
+        console.print(make_table(("code", "finding", "severity"), rows))
+        return 0
+    known = f"SW{int(code):03d}" if code.isdecimal() else code.upper()
+    if known not in docs:
+        raise ConfigError(
+            f"{code!r} is not the code of a finding{did_you_mean(known, docs)}; "
+            "`shardwise explain` lists them"
+        )
+    doc = docs[known]
+    remedies = "\n".join(f"{n}. {text}" for n, text in enumerate(doc.remedies, 1))
+    console.print(Text(f"{doc.code}  {doc.title} ({doc.severity})\n", "bold"))
+    for heading, text in (
+        ("Meaning", doc.means),
+        ("Condition", doc.condition),
+        ("Remedies, in this order", remedies),
+        ("In the report", doc.picture),
+    ):
+        console.print(Text.assemble((f"{heading}\n", "bold"), text, "\n"))
+    return 0
 
 
 def _show(run: RunRecord, diagnosis: Diagnosis, is_judged: bool) -> None:

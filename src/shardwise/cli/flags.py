@@ -26,9 +26,9 @@ KeysCommand = Callable[[typer.Context, Any, dict[str, Any]], int]
 
 
 def takes_keys(
-    keys: type[BaseModel], name: str, kind: object, description: str
+    keys: type[BaseModel], name: str = "", kind: object = None, description: str = ""
 ) -> Callable[[KeysCommand], Callable[..., int]]:
-    """Give a command one positional argument, which may be left out, and a flag for each key.
+    """Give a command a flag for each key, and perhaps a positional argument, which may be left out.
 
     It is called with the context, the argument and the given flags, unchecked.
     """
@@ -42,7 +42,7 @@ def takes_keys(
         argument = typer.Argument(help=description, show_default=False)
         context = inspect.Parameter("context", _KEYWORD, annotation=typer.Context)
         flags = (_flag(keys, key) for key in names_in(keys))
-        parameters = [context, _parameter(name, kind, argument), *flags]
+        parameters = [context, *([_parameter(name, kind, argument)] if name else []), *flags]
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         command.__annotations__ = {p.name: p.annotation for p in parameters}
         return command
@@ -150,8 +150,9 @@ def _flag(keys: type[BaseModel], key: str) -> inspect.Parameter:
         default = str(default).lower()
     elif isinstance(default, float):
         default = f"{default:g}"
+    names = {"output": ["--output", "-o"]}.get(key, [flag_of(key)] if key.endswith("_") else [])
     option = typer.Option(
-        *([flag_of(key)] if key.endswith("_") else []),
+        *names,
         help=text + ("" if default is None else f" (default: {default})"),
         metavar=metavar,
         show_default=False,

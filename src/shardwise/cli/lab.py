@@ -57,9 +57,8 @@ def run(number: _Number, file: _File = None) -> None:
 @lab.command(cls=Command)
 def check(number: _Number, file: _File = None) -> None:
     """Check your file: targets met and missed, in words. The exit code is 1 if one is missed."""
-    lab = desk.lab_of(number)
-    found = desk.check(number, file or Path(lab.file))
-    terminal.say(found.text(lab) + "\n")
+    found = desk.check(number, file or Path(desk.lab_of(number).file))
+    terminal.say(found.text() + "\n")
     if found.num_met < found.total:
         raise typer.Exit(_MISSED)
 

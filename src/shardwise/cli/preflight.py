@@ -23,41 +23,33 @@ from shardwise.train.config import load_config
 from shardwise.train.launch import RankPlace, launch_local_ranks
 
 if TYPE_CHECKING:
+    from shardwise.cli.doctor import DoctorFlags
     from shardwise.preflight.checks import Node, Preflight
 
 _CODES = {"ok": 0, "odd": 1, "failed": 2}
 _LOOKS = {"ok": "green", "odd": "yellow", "failed": "bold red"}
 
 
-def look_ahead(
-    context: typer.Context,
-    file: Path | None,
-    folder: Path | None,
-    ranks: int | None,
-    axes: str | None,
-    timeout_s: float,
-    as_json: bool,
-) -> int:
+def look_ahead(context: typer.Context, file: Path | None, asked: DoctorFlags) -> int:
     """Run the preflight as this rank, or launch local ranks for it; return the exit code."""
     place = read_place(os.environ)
     with told_by_one_rank(place):
         config = None if file is None else load_config(file, {})
-        degrees = read_axes(axes) if axes or config is None else config.axes
-        if folder is None and config is not None:
-            folder = config.output
-        num_ranks = 1 if place is not None else ranks or (config and config.ranks) or 1
+        degrees = read_axes(asked.axes) if asked.axes or config is None else config.axes
+        folder = asked.folder or (config.output if config is not None else None)
+        num_ranks = 1 if place is not None else asked.ranks or (config and config.ranks) or 1
         degrees.over(num_ranks if place is None else place.world_size)
         if num_ranks > 1:
             return launch_local_ranks(["doctor", *context.meta["arguments"]], num_ranks)
         from shardwise.preflight.meeting import Meeting, open_store
         from shardwise.preflight.run import Request, preflight
 
-        place = place or RankPlace(0, 1, 0, 1)
+        place, timeout_s = place or RankPlace(0, 1, 0, 1), asked.timeout
         meeting = Meeting(open_store(os.environ, place, timeout_s), place, timeout_s)
         request = Request(degrees, folder, timeout_s)
         with share_bar(place.rank == 0) as progress:
             verdict, found = preflight(meeting, request, os.environ, progress)
-        if found is not None and as_json:
+        if found is not None and asked.json_:
             print_json(found.to_json())
         elif found is not None:
             _show(found)

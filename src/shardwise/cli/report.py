@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
+from pydantic import BaseModel
 
 from shardwise import terminal
-from shardwise.cli.flags import check_target, write_file
+from shardwise.cli.flags import check_target, takes_keys, write_file
 from shardwise.errors import ConfigError, ShardwiseError
-from shardwise.keys import check_keys
+from shardwise.keys import check_keys, key
 from shardwise.monitor.doctor import diagnose
 from shardwise.monitor.page import ShownRun, report_html
 from shardwise.monitor.record import RunRecord, folder_of, read_run
-from shardwise.monitor.timeline import recorded_trace
+from shardwise.monitor.summary import recorded_trace
 from shardwise.quantities import format_bytes
 
 if TYPE_CHECKING:
@@ -27,53 +28,42 @@ if TYPE_CHECKING:
 
 _KEYS_OF_AXES = {"replicate": "dp_replicate"} | {name: name for name in ("tp", "pp", "cp", "ep")}
 
-_Runs = Annotated[
-    list[Path],
-    typer.Argument(help="outputs of observed runs, side by side on one page", show_default=False),
-]
-_Output = Annotated[
-    Path | None, typer.Option("-o", "--output", help="the page (default: report.html in RUN)")
-]
-_Trace = Annotated[
-    Path | None,
-    typer.Option(help="write timelines of a run here too: Chrome trace JSON, for Perfetto"),
-]
-_Steps = Annotated[int, typer.Option(min=1, help="how many of the newest timelines a trace has")]
-_WithPlan = Annotated[
-    bool, typer.Option("--plan/--no-plan", help="plan what `shardwise train` ran, and compare")
-]
-_Planned = Annotated[
-    str | None,
-    typer.Option(
-        metavar="'MODEL [FLAGS]'", help="what `shardwise plan` is given for a loop of your own"
-    ),
-]
+
+class ReportFlags(BaseModel):
+    """The flags of `shardwise report`."""
+
+    output: Path | None = key(None, "Output", "the page (default: report.html in RUN)")
+    trace: Path | None = key(
+        None, "Output", "write timelines of a run here too: Chrome trace JSON, for Perfetto"
+    )
+    trace_steps: int = key(10, "Output", "how many of the newest timelines a trace has", ge=1)
+    plan: bool = key(True, "Plan", "plan what `shardwise train` ran, and compare")
+    planned: str | None = key(
+        None, "Plan", "'MODEL [FLAGS]': what `shardwise plan` is given for a loop of your own"
+    )
 
 
-def report(
-    runs: _Runs,
-    output: _Output = None,
-    trace: _Trace = None,
-    trace_steps: _Steps = 10,
-    plan: _WithPlan = True,
-    planned: _Planned = None,
-) -> int:
+@takes_keys(ReportFlags, "runs", list[Path], "outputs of observed runs, side by side on one page")
+def report(_: typer.Context, runs: Sequence[Path] | None, flags: dict[str, object]) -> int:
     """Draw observed runs as one HTML file without other files.
 
     A run under way can be drawn too. If RUN has the config.yaml of `shardwise train`, the plan
     of the same settings is shown beside the measurements. For other loops give the arguments of
     `shardwise plan` with --planned; ranks, stage and degrees are the run's.
     """
-    page = output if output is not None else folder_of(runs[0]).parent / "report.html"
+    asked = check_keys(ReportFlags, {}, flags, None, "report")
+    if not runs:
+        raise ConfigError("RUNS: name the output of an observed run, or of several")
+    page, trace = asked.output or folder_of(runs[0]).parent / "report.html", asked.trace
     if trace is not None and len(runs) > 1:
         raise ConfigError(f"flag --trace: one run at a time, got {len(runs)}")
-    records = [read_run(path, newest=trace_steps if trace else 2) for path in runs]
+    records = [read_run(path, newest=asked.trace_steps if trace else 2) for path in runs]
     check_target("output", page)
     check_target("trace", trace)
     # Names that tell runs apart: their last parts, else their paths.
     names = [folder_of(path).resolve().parent.name for path in runs]
     names = names if len(set(names)) == len(names) else [str(path) for path in runs]
-    shown = [_shown(*each, plan, planned) for each in zip(names, records, strict=True)]
+    shown = [_shown(*each, asked) for each in zip(names, records, strict=True)]
     _write("output", page, report_html(shown))
     if trace is not None:
         _write("trace", trace, json.dumps(recorded_trace(records[0])))
@@ -86,12 +76,12 @@ def _write(flag: str, path: Path, text: str) -> None:
     terminal.say(f"wrote {path}, {format_bytes(path.stat().st_size)}{opens}\n")
 
 
-def _shown(name: str, record: RunRecord, with_plan: bool, planned: str | None) -> ShownRun:
+def _shown(name: str, record: RunRecord, asked: ReportFlags) -> ShownRun:
     run = ShownRun(name, record, diagnose(record))
     config = folder_of(record.path).parent / "config.yaml"  # `shardwise train` leaves it
-    if planned is not None:
-        found = plan_of_loop(planned, record)
-    elif not with_plan or not config.exists():
+    if asked.planned is not None:
+        found = plan_of_loop(asked.planned, record)
+    elif not asked.plan or not config.exists():
         return run
     else:
         try:

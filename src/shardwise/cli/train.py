@@ -80,8 +80,8 @@ def told_by_one_rank(place: RankPlace | None) -> Iterator[None]:
     except ShardwiseError as error:
         is_same = isinstance(error, ConfigError)
         if not is_same:  # with torch
+            from shardwise.train.integrity import ReplayError
             from shardwise.train.loop import NonFiniteLossError
-            from shardwise.train.replay import ReplayError
 
             same = CheckpointError, ReplicaError, ReplayError, NonFiniteLossError
             is_same = isinstance(error, same)
@@ -143,8 +143,8 @@ def read_run(
 
 
 def _train(config: TrainConfig, place: RankPlace, stop: StopRequest) -> int:
+    from shardwise.train.integrity import ReplayError
     from shardwise.train.loop import train
-    from shardwise.train.replay import ReplayError
     from shardwise.train.summary import format_result
 
     def say(line: str) -> None:

@@ -17,10 +17,12 @@ failure, its own verdict is passed on instead of a new one.
 import sys
 import threading
 import time
+import tomllib
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.resources import files
 from itertools import dropwhile, takewhile
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -29,7 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.collective_key import CollectiveKey, name_ranks
+from shardwise.comm.collective_key import CollectiveKey, name_ranks, ranks_of
 from shardwise.hangs.heartbeat import (
     ENDED_WELL,
     Heartbeat,
@@ -45,21 +47,14 @@ _MAX_SHOWN = 8
 _DISTRIBUTED = str(Path(dist.__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
 _OPERATORS = tuple(str(Path(_TORCH, name)) for name in ("_ops.py", "_library"))
-_PIPELINE = str(Path(_DISTRIBUTED, "pipelining"))
+_DDP, _PIPELINE = str(Path(_TORCH, "nn/parallel/distributed.py")), f"{_DISTRIBUTED}/pipelining"
 # A thread elsewhere in torch.distributed computes, as in a DTensor, or writes files.
-_CALLS = (
-    *(str(Path(_DISTRIBUTED, name)) for name in ("distributed_c10d", "_functional_collectives")),
-    *(str(Path(_DISTRIBUTED, "utils.py")), str(Path(_TORCH, "nn/parallel/distributed.py"))),
-    _PIPELINE,
-)
+_HELPERS = ("distributed_c10d", "_functional_collectives", "utils.py")
+_CALLS = (*(str(Path(_DISTRIBUTED, name)) for name in _HELPERS), _DDP, _PIPELINE)
 _BACKWARD = str(Path(_TORCH, "autograd", "graph.py")), "_engine_run_backward"
 _BROKEN = ("gloo", "pair closure")  # gloo's words for a closed connection
 _NEED_ALL = ("all_", "reduce_scatter", "barrier", "monitored_barrier")
-_REMEDY = (
-    "Every rank must make the same calls and run the same units in the same order. Where ranks may "
-    "skip layers (layerdrop, stochastic depth, experts, a head per task), name them: "
-    "shard(..., units=Units(optional=[...])); stages 0 to 2 need no such list"
-)
+_TEXTS = tomllib.loads(files(__package__).joinpath("texts.toml").read_text(encoding="utf-8"))
 
 
 # -- waits
@@ -224,7 +219,7 @@ def _call_in(frames: list[FrameType]) -> Wait | None:
     an underscore is the collective's, which the user or a DTensor has called.
     """
     rest = dropwhile(lambda frame: frame.f_code.co_filename.startswith(_OPERATORS), frames)
-    homes = (_DISTRIBUTED, _CALLS[3])
+    homes = (_DISTRIBUTED, _DDP)
     inside = list(takewhile(lambda frame: frame.f_code.co_filename.startswith(homes), rest))
     names = [frame.f_code.co_filename for frame in inside]
     if not any(name.startswith(_CALLS) for name in names):
@@ -239,8 +234,12 @@ def _call_in(frames: list[FrameType]) -> Wait | None:
         return None
     given = [v for v in calls[0].f_locals.values() if isinstance(v, torch.Tensor)][:1]
     of = "".join(f" of {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in given)
-    needs_all = group is not None and kind.startswith(_NEED_ALL)
-    return _torch_wait(kind, group, needs_all, f"torch's {kind}{of}{_over(group)}")
+    needs_all, over = group is not None and kind.startswith(_NEED_ALL), ""
+    if group is not None:
+        axis = str(getattr(group, "group_desc", "") or "")
+        ranks = name_ranks(ranks_of(group))
+        over = f" over axis '{axis[5:]}'" if axis.startswith("mesh_") else f" over {ranks}"
+    return _torch_wait(kind, group, needs_all, f"torch's {kind}{of}{over}")
 
 
 def _torch_wait(
@@ -270,16 +269,6 @@ def _group_in(frames: list[FrameType]) -> dist.ProcessGroup | None:
         if "group" in values and values["group"] is None:
             return default
     return None
-
-
-def _over(group: dist.ProcessGroup | None) -> str:
-    """Return the mesh axis or the ranks of a group, for a message."""
-    if group is None:
-        return ""
-    description = str(getattr(group, "group_desc", "") or "")
-    if description.startswith("mesh_"):
-        return f" over axis '{description.removeprefix('mesh_')}'"
-    return f" over ranks {', '.join(map(str, dist.get_process_group_ranks(group)[:8]))}"
 
 
 # -- the table of ranks
@@ -356,65 +345,39 @@ class Table:
         if len(shown) > _MAX_SHOWN:
             sentences.append(f"and {len(shown) - _MAX_SHOWN} more")
         if not self._heard.is_current:
-            sentences.insert(
-                0,
-                "the store of the process group does not answer, which rank 0 or the launcher "
-                "keeps: what was heard before",
-            )
+            sentences.insert(0, _TEXTS["table"]["no_store"])
         by_text: dict[str, list[int]] = defaultdict(list)
         for rank, wait in sorted(self._waiting.items()):
             by_text[wait.text].append(rank)
-        if not shown and len({wait.key for wait in self._waiting.values()}) > 1:
-            sentences.append(f"the ranks are in different calls. {_REMEDY}")
-        elif not shown:
-            sentences.append(
-                "all ranks have begun it, and are stuck inside: a network or a device is slow, or "
-                "hangs"
-            )
+        if not shown:
+            has_several = len({wait.key for wait in self._waiting.values()}) > 1
+            sentences.append(_TEXTS["table"]["other_calls" if has_several else "stuck"])
         waiting = (f"{name_ranks(ranks)} in {text}" for text, ranks in by_text.items())
         return f"{'; '.join(sentences)}. Waiting: {'; '.join(waiting)}"
 
     def _describe_rank(self, rank: int) -> str:
         beat, (life, cause) = self._heard.newest(rank), self._lives[rank]
         if beat is None:
-            return (
-                f"rank {rank} is in no call of Shardwise, and does not answer: it may not have "
-                "begun"
-            )
+            return str(_TEXTS["ranks"]["unheard"].format(rank=rank))
         if beat.failed and rank in self.gone:
             return beat.failed.removeprefix(FAILED)
-        who = f"rank {rank} ({beat.process})"
-        if beat.left == ENDED_WELL:
-            return (
-                f"{who} has ended without an error, after fewer collectives than this rank: if "
-                "ranks have different numbers of batches, iterate over "
-                "shardwise.parallel.join(model, batches)"
-            )
+        where, state = beat.where, str(life)
         if beat.left:
-            return f"{who} has ended: {beat.left}"
-        if life == "dead":
-            by = (
-                f"ended by {cause}"
-                if cause
-                else "killed or crashed, as its launcher's log may tell"
-            )
-            if cause.startswith("signal 6 "):
-                by += ", which is what gloo does to a rank that is sent more bytes than it expects"
-            return f"{who} has died: {by}"
-        last = f"; its last collective: {beat.last}" if beat.last else ""
-        if life == "stopped":
-            return f"{who} has not come: it is stopped (by SIGSTOP, or a debugger){last}"
-        if life == "silent":
-            return (
-                f"{who} does not answer: stopped, dead, or in a call that does not let Python go "
-                f"on{last}"
-            )
-        inside = (
-            f"waits in {beat.wait.text}"
-            if beat.wait
-            else f"is in no call of Shardwise, but {beat.where}"
+            state = "over" if beat.left == ENDED_WELL else "left"
+        elif life == "alive":
+            state = "computes" if beat.wait is None else "waits"
+            where = beat.where if beat.wait is None else beat.wait.text
+        death = "abort" if cause.startswith("signal 6 ") else "known" if cause else "unknown"
+        text: str = _TEXTS["ranks"][state].format(
+            rank=rank,
+            process=beat.process,
+            who=f"rank {rank} ({beat.process})",
+            left=beat.left,
+            where=where,
+            death=_TEXTS["death"][death].format(cause=cause),
+            last=f"; its last collective: {beat.last}" if beat.last else "",
         )
-        return f"rank {rank} {inside} ({beat.process}){last}"
+        return text
 
 
 def _is_gone(beat: Heartbeat | None, life: Life, cause: str, wait: WaitRecord) -> bool:

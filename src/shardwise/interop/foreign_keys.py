@@ -271,7 +271,7 @@ class Entry:
         reader, prefix, rows = self.reader, f"{self.key}." if self.key else "", KEYS[self.section]
         block = self.mapping()
         if prefix and not block and not reader.plans:
-            self.ignored("an empty block")
+            self.tell("ignored", "an empty block")
         root = "" if self.section == "top" else f"{self.section}."
         places = {name: place for place, name in enumerate(rows)}
         for name in sorted(block, key=lambda name: places.get(name, len(places))):
@@ -281,7 +281,7 @@ class Entry:
             if entry.row is not None:
                 entry.read()
             elif not prefix and name.startswith(_COMMENTS):
-                entry.ignored("a comment")
+                entry.tell("ignored", "a comment")
             else:
                 raise self._unknown(prefix, name, rows)
 
@@ -300,15 +300,15 @@ class Entry:
         assert row is not None, self.key
         reason, handler = row.plan if plans else row.run, self.reader.handlers.get(self.section)
         if plans and not reason and value in (None, "auto"):
-            self.auto(f"{value}: given by the flags or their defaults")
+            self.tell("auto", f"{value}: given by the flags or their defaults")
         elif value is None and not plans:
-            self.ignored("null: as if it were not there")
+            self.tell("ignored", "null: as if it were not there")
         elif reason:
             if value != "auto" and not plans:
                 self._check(row)
-            self.ignored(reason)
+            self.tell("ignored", reason)
         elif value == "auto":
-            self.auto(row.auto.replace("{key}", self.key))
+            self.tell("auto", row.auto.replace("{key}", self.key))
         elif row.home:
             self._check(row)
             self.reader.homes[row.home] = self
@@ -344,7 +344,7 @@ class Entry:
             )
         if found != "":  # the value of ours that needs no key
             values[ours] = found
-        self.mapped(row.becomes.format(value=found))
+        self.tell("mapped", row.becomes.format(value=found))
 
     def _check(self, row: Key) -> object:
         """Return the value if it is of the row's kind. **Raises** ConfigError."""
@@ -369,19 +369,9 @@ class Entry:
                 return self.mapping().get("enabled", False)
         return self.value
 
-    def mapped(self, text: str = "") -> None:
-        """Report that the key has an effect; without a text, what its row says."""
-        self.reader.add(
-            "mapped", self.key, self.value, text or (self.row.becomes if self.row else "")
-        )
-
-    def ignored(self, reason: str) -> None:
-        """Report that the key has no effect."""
-        self.reader.add("ignored", self.key, self.value, reason)
-
-    def auto(self, text: str) -> None:
-        """Report that the key is left open."""
-        self.reader.add("auto", self.key, self.value, text)
+    def tell(self, fate: Fate, text: str = "") -> None:
+        """Report on the key; without a text, what its row says."""
+        self.reader.add(fate, self.key, self.value, text or (self.row.becomes if self.row else ""))
 
     def refusal(self, why: str) -> ConfigError:
         """Return the error for this key."""

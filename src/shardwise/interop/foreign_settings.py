@@ -4,13 +4,14 @@ Every key of the table has an effect, or a reason in the report. An unknown key 
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from shardwise.errors import ConfigError
 from shardwise.interop.deepspeed.offload_blocks import offload_keys, store_offload
 from shardwise.interop.deepspeed.reading import (
+    BETAS,
     COMPUTE_BYTES,
     PRECISION_BLOCKS,
     SIZES,
@@ -36,9 +37,8 @@ from shardwise.interop.foreign_keys import (
 from shardwise.keys import flag_of, read_options
 from shardwise.precisions import plain_precision
 from shardwise.train.config import TrainConfig
-from shardwise.train.optimizers import OPTIMIZERS
 
-_BETAS = (0.9, 0.999)  # torch's default
+_OPTIMIZER = ("optimizer", "lr", "weight_decay", *BETAS, "optimizer_options")
 _SAME = (*SIZES, "stage", "precision", "prefetch_bytes", "offload", "gather", "reduce")
 _HYBRID = ("HYBRID_SHARD", "4", "HYBRID_SHARD_ZERO2", "5")
 # accelerate refuses these beside a `deepspeed_config_file`, which sets them.
@@ -47,6 +47,11 @@ _NOT_BESIDE_A_FILE = (
     *("offload_optimizer_device", "offload_param_device"),
     *("offload_optimizer_nvme_path", "offload_param_nvme_path"),
 )
+# Keys of `shardwise train` that hold the others of a block.
+_OPTIONS = {
+    "optimizer.params": ("optimizer_options",),
+    "scheduler.params": ("schedule_options",),
+}
 SourceOf = Callable[[str], str | None]
 
 # -- for a plan
@@ -101,15 +106,18 @@ def read_train_keys(
             f"{path}: bf16.bf16_master_weights_and_grads: `shardwise train` keeps masters in "
             "fp32; leave it out, or use from_deepspeed() in a loop of your own"
         )
-    said = {
-        **_read_optimizer(reading, decided),
-        **_read_schedule(reading, str(path), known, decided),
-    }
+    said = {name: reading.values[name] for name in _OPTIMIZER if name in reading.values}
+    if decided.get("optimizer", said.get("optimizer")) != said.get("optimizer"):
+        said.pop("optimizer_options", None)
+    said |= _read_schedule(reading, str(path), known, decided)
     said |= {name: reading.values[name] for name in (*_SAME, "grad_clip") if name in reading.values}
     for name in ("loss_scale", "loss_scale_window"):
         if name in reading.defaults and name in reading.values:  # it is under fp16, or may be
             said[name] = reading.values[name]
-    all_keys = {**_default_keys(reading), **said}
+    all_keys = {name: v for name, v in reading.defaults.items() if name not in reading.auto}
+    if "optimizer" in said and reading.schedule is None:
+        all_keys["schedule"] = "constant"  # DeepSpeed's optimizer keeps its rate
+    all_keys |= said
     keys = {name: v for name, v in all_keys.items() if name in said or name not in known}
     found = {name: _whole(both.get(name)) for name in SIZES if name in decided or name not in said}
     given = {name: size for name, size in found.items() if size is not None}
@@ -129,33 +137,6 @@ def _whole(value: object) -> int | None:
     """Return a size of a file or a flag; `check_keys` raises for what is none."""
     text = str(value)
     return int(text) if text.isdecimal() else None
-
-
-def _default_keys(reading: Reading) -> JsonObject:
-    """Return DeepSpeed's values of keys that the file leaves out, not those at "auto"."""
-    found = dict(reading.defaults)
-    if (choice := reading.optimizer) is not None:
-        betas = choice.arguments.get("betas", _BETAS)
-        if "betas" in OPTIMIZERS[choice.name][1] and "betas" not in choice.auto:
-            found["beta1"], found["beta2"] = betas
-        found |= {name: v for name, v in choice.defaults.items() if name not in choice.auto}
-        if reading.schedule is None:  # without a scheduler DeepSpeed's optimizer keeps its rate
-            found["schedule"] = "constant"
-    return found
-
-
-def _read_optimizer(reading: Reading, decided: JsonMapping) -> JsonObject:
-    choice = reading.optimizer
-    if choice is None:
-        return {}
-    options = dict(choice.arguments)
-    keys: JsonObject = {"optimizer": choice.name}
-    keys |= {name: options.pop(name) for name in ("lr", "weight_decay") if name in options}
-    if "betas" in options:
-        keys["beta1"], keys["beta2"] = options.pop("betas")
-    if options and decided.get("optimizer", choice.name) == choice.name:
-        keys["optimizer_options"] = options
-    return keys
 
 
 def _read_schedule(
@@ -255,10 +236,10 @@ class _Accelerate:
         if self._is_hybrid and "dp_replicate" not in values:
             values["dp_replicate"] = number
         if "dp_replicate" in values and self._is_hybrid:
-            nodes.mapped("replicas, if shards are hybrid")
+            nodes.tell("mapped", "replicas, if shards are hybrid")
         else:
             by_flag = "the devices of a node are given by --gpus-per-node"
-            nodes.ignored(by_flag if self.reader.plans else "launching is torchrun's")
+            nodes.tell("ignored", by_flag if self.reader.plans else "launching is torchrun's")
 
     def _strategy(self, entry: Entry) -> None:
         entry.store()
@@ -299,7 +280,7 @@ class _Accelerate:
         inner.values.update(given)
         self._named = DeepSpeedFile(content, inner, named).read()
         self.deepspeed = path
-        entry.mapped()
+        entry.tell("mapped")
 
     def _parallelism(self, entry: Entry) -> None:
         """Read accelerate's mesh: replicas of shard groups; its product is the number of ranks."""
@@ -322,12 +303,6 @@ class _Accelerate:
 
 # -- where each number came from
 
-_UNSET = {
-    "global_batch": "micro_batch x accumulation x ranks",
-    "accumulation": "1, or what global_batch asks for",
-    "prefetch_bytes": "the largest unit is gathered ahead",
-}
-
 
 def tell_sources(report: Report, config: TrainConfig, source_of: SourceOf) -> Report:
     """Return the report with the value and source of each key that the file did not decide.
@@ -339,35 +314,20 @@ def tell_sources(report: Report, config: TrainConfig, source_of: SourceOf) -> Re
 
     def one(name: str) -> str:
         value, source = getattr(config, name), source_of(name)
-        if source is not None:
-            return f"{name}: {shown(value)}, from {source}"
-        if value is None:
-            return f"{name}: {_UNSET.get(name, 'unset')}"
-        follows = name == "global_batch" or (name == "accumulation" and value != 1)
-        return f"{name}: {shown(value)}, {_UNSET[name] if follows else 'its default'}"
-
-    def option(name: str, key: str, options: Mapping[str, object] | None, default: str) -> str:
-        if options is not None and options.get(name, "auto") != "auto":
-            return f"{shown(options[name])}, from {key}"
-        return f"{default}; {key} changes it"
+        is_default = value == TrainConfig.model_fields[name].default
+        otherwise = "its default" if is_default else "by the other sizes"
+        text = "unset" if value is None else shown(value)
+        return f"{name}: {text}, {f'from {source}' if source else otherwise}"
 
     def sourced(line: Line) -> Line:
         names = ours_of.get(line.key.replace("bfloat16.", "bf16."), ())
-        block, _, name = line.key.rpartition(".")
-        decided = {ours for ours in names if source_of(ours) == flag_of(ours)}
-        if name == "warmup_max_lr" and line.fate != "auto":
-            decided = set()  # its peak is not that of --lr
-        if not decided and line.fate != "auto":
+        # Its peak is not that of --lr.
+        is_peak = line.key == "scheduler.params.warmup_max_lr"
+        is_replaced = not is_peak and any(source_of(name) == flag_of(name) for name in names)
+        if not is_replaced and line.fate != "auto":
             return line
-        if names:
-            fate = "ignored" if line.fate == "mapped" else line.fate
-            return replace(line, text="; ".join(map(one, names)), fate=fate)
-        text = line.text
-        if block == "optimizer.params":
-            text = option(name, "optimizer_options", config.optimizer_options, "torch's default")
-        elif block == "scheduler.params":
-            default = shown(config.curve.options[name]) if config.curve is not None else "no effect"
-            text = option(name, "schedule_options", config.schedule_options, default)
-        return replace(line, text=text)
+        names = names or _OPTIONS.get(line.key.rpartition(".")[0], ())
+        fate = "ignored" if line.fate == "mapped" else line.fate
+        return replace(line, text="; ".join(map(one, names)) or line.text, fate=fate)
 
     return Report(report.source, tuple(map(sourced, report.lines)))

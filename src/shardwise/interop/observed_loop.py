@@ -1,6 +1,6 @@
 """`observe` in another library's loop, which only calls back.
 
-Such a loop calls back when a phase ends, and seldom when one begins. So `ObservedLoop.go_into`
+Such a loop calls back when a phase ends, and seldom when one begins. So `ObservedLoop._go_into`
 names the phase from one call to the next, and ends the phase before.
 """
 
@@ -18,42 +18,47 @@ PAUSE = "pause"
 
 
 class ObservedLoop:
-    """An observation that is begun and ended by calls. ``options`` are those of `observe`."""
+    """A callback that observes the steps of a loop; ``options`` are those of `observe`."""
 
-    def __init__(self, output: str | Path | None, options: Mapping[str, Any]) -> None:
-        self.run: Observation | None = None
+    def __init__(self, output: str | Path | None = None, **options: Any) -> None:
+        self._run: Observation | None = None
         self._output = output
         self._options = options
         self._in = ""
         self._open = ExitStack()
 
-    def begin(self, model: Model, optimizer: Optimizer, num_done: int) -> None:
+    @property
+    def run(self) -> Observation | None:
+        """The observation; None before training begins and after it ends."""
+        return self._run
+
+    def _begin(self, model: Model, optimizer: Optimizer, num_done: int) -> None:
         """Begin to observe; every rank calls it. An observation that is still open ends."""
-        self.end(RuntimeError("the loop broke off"))
-        self.run = observe(
+        self._end(RuntimeError("the loop broke off"))
+        self._run = observe(
             model, optimizer, self._output, first_step=num_done + 1, **self._options
         ).start()
 
-    def go_into(self, phase: str) -> None:
+    def _go_into(self, phase: str) -> None:
         """Begin a phase: "data", "save", `PAUSE`, or "" for the loop's own computation."""
-        if self.run is None or phase == self._in:
+        if self._run is None or phase == self._in:
             return
         self._open.close()
         self._in = phase
         if phase:
             self._open.enter_context(
-                self.run.paused() if phase == PAUSE else self.run.during(phase)
+                self._run.paused() if phase == PAUSE else self._run.during(phase)
             )
 
-    def log(self, values: Mapping[str, object]) -> None:
+    def _log(self, values: Mapping[str, object]) -> None:
         """Record figures of the loop; values that are no numbers are left out."""
-        if self.run is not None:
-            self.run.log(**{k: float(v) for k, v in values.items() if is_number(v)})
+        if self._run is not None:
+            self._run.log(**{k: float(v) for k, v in values.items() if is_number(v)})
 
-    def end(self, error: BaseException | None = None) -> None:
+    def _end(self, error: BaseException | None = None) -> None:
         """End the observation, if there is one; after an ``error`` without the other ranks."""
-        self.go_into("")
-        run, self.run = self.run, None
+        self._go_into("")
+        run, self._run = self._run, None
         if run is not None:
             run.__exit__(None if error is None else type(error), error, None)
 

@@ -19,6 +19,7 @@ from shardwise.checkpoint.all_ranks import on_all_ranks
 from shardwise.engine.api import engine_of
 from shardwise.engine.gathered import gathered
 from shardwise.errors import ConfigError
+from shardwise.names import list_names
 from shardwise.tensor.plain_state import owner_of
 from shardwise.versions import load_neighbour
 
@@ -111,13 +112,9 @@ def _fill(
     if missing or extra:
         raise ConfigError(
             f"load_adapter: {path} does not fit adapter '{adapter}': it lacks "
-            f"{_few(missing)} and has {_few(extra)} beyond; is it of the same LoraConfig?"
+            f"{list_names(missing, 3) or 'nothing'} and has {list_names(extra, 3) or 'nothing'} "
+            "beyond; is it of the same LoraConfig?"
         )
-
-
-def _few(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return (", ".join(names[:3]) or "nothing") + more
 
 
 def _configs_of(model: nn.Module) -> dict[str, Any]:

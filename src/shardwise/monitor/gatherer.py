@@ -144,35 +144,35 @@ class Gatherer:
         if error is not None:
             raise error
 
-    def finish(self) -> None:
-        """Write all steps and close the files. **Raises** the error of the thread."""
-        self._end(self._error, {})
-        self._raise_once()
-
-    def abandon(
-        self, error: BaseException, last: ObservedStep | None, during: int, phase: str, unit: str
+    def end(
+        self,
+        error: BaseException | None = None,
+        last: ObservedStep | None = None,
+        **place: int | str,
     ) -> None:
-        """End after an error, without exchanges with the other ranks, which may never come.
+        """Write all steps and the end, which a run that hangs or was killed lacks; close the files.
 
-        ``last`` is a step that was not taken yet. The error was raised in the step ``during``.
+        An ``error`` was raised at a ``place`` (`End`), and ``last`` is a step that was not taken
+        yet. Then there are no exchanges with the other ranks, which may never come.
+
+        **Raises** the error of the thread, unless the run has ended with one.
         """
-        self._steps.extend([] if last is None else [last])
-        self._is_abandoned = True
-        self._control.break_off()
-        self._end(error, {"during": during, "phase": phase, "unit": unit})
-
-    def _end(self, error: BaseException | None, place: Mapping[str, int | str]) -> None:
-        """Write the end of the run, which a run that hangs or was killed lacks; close the files."""
+        if error is not None:
+            self._steps.extend([] if last is None else [last])
+            self._is_abandoned = True
+            self._control.break_off()
         self._is_over = True
         self._wakes.set()
         if self._thread.is_alive():
             self._thread.join()
-        error, told = error or self._error, dict[str, object](error=None)
-        if error is not None and not (isinstance(error, SystemExit) and not error.code):
-            told = {**place, **_describe_error(error)}
+        cause, told = error or self._error, dict[str, object](error=None)
+        if cause is not None and not (isinstance(cause, SystemExit) and not cause.code):
+            told = {**place, **_describe_error(cause)}
         step, now_s = max(self._last_step, 1), round(time.time(), 3)
         self.outputs.note(End(step, unix_s=now_s, **told))  # type: ignore[arg-type]
         self.outputs.close()
+        if error is None:
+            self._raise_once()
 
     # -- the thread
     def _run(self) -> None:
@@ -232,8 +232,6 @@ class Gatherer:
         recorded = step.recorded
         on_device = device_spans_of(recorded)
         by_host = spans_of(recorded, self._left_open, on_device)
-        if on_device or step.keeps_timeline:  # the device's spans count from the step's begin
-            by_host = [span.earlier(recorded.begin_s) for span in by_host]
         if step.keeps_timeline:
             rows = [span.to_row() for span in (*by_host, *on_device)]
             self.outputs.note(Timeline(step.step, recorded.seconds, rows))
@@ -413,11 +411,10 @@ class Outputs:
                 sink.write(line)
 
     def close(self) -> None:
-        """Close all outputs."""
-        self._close((*self._sinks, self.doctor))
-
-    def _close(self, sinks: Sequence[Sink]) -> None:
-        for close in (self._steps.close, self._own.close, *(sink.close for sink in sinks)):
+        """Close all outputs; later lines are dropped."""
+        sinks, self._sinks = self._sinks, ()
+        own = self._steps.close, self._own.close, self.doctor.close
+        for close in (*own, *(sink.close for sink in sinks)):
             with self._writing():
                 close()
 
@@ -434,5 +431,4 @@ class Outputs:
                 "%s: %s",
                 *(self._rank, type(error).__name__, error),
             )
-            sinks, self._sinks = self._sinks, ()
-            self._close(sinks)
+            self.close()

@@ -25,6 +25,7 @@ from shardwise.comm.control import Control, exchange_any
 from shardwise.comm.torch_collectives import TORCH_CALLS
 from shardwise.engine.parts import Model, Optimizer, Parts
 from shardwise.errors import ConfigError
+from shardwise.monitor.describe import facts_of
 from shardwise.monitor.doctor import LiveDoctor
 from shardwise.monitor.findings import Finding
 from shardwise.monitor.gatherer import Gatherer, ObservedStep, Outputs, Sink
@@ -43,8 +44,7 @@ from shardwise.monitor.record import (
     rank_files,
     write_facts,
 )
-from shardwise.monitor.recovery import Ending, Recovery, StartClock, tell
-from shardwise.monitor.run_facts import facts_of
+from shardwise.monitor.recovery import Recovery, StartClock
 from shardwise.monitor.spans import SpanRecorder
 from shardwise.names import MAIN
 from shardwise.processes import own_process
@@ -140,20 +140,18 @@ def _step_after(resumed: Loaded, first_step: int) -> int:
 
 def _look_back(control: Control, folder: Path | None, resumed: Loaded | None) -> Recovery | None:
     """Return on rank 0 how the run before ended, before any rank removes its lines of it."""
-    found: list[Recovery] = []
+    if resumed is None:
+        return None
 
-    def read() -> None:
-        ending = None
-        if folder is not None and resumed is not None and control.rank == 0:
-            ending = Ending.of(folder, folder / FOLDER / "steps.jsonl", False)
-        if ending is not None and resumed is not None:
-            clock = StartClock(knows_birth=True)
-            clock.mark("start")
-            found.append(Recovery(ending, clock, resumed.step or 0, resumed.from_memory))
+    def read() -> Recovery | None:
+        if folder is None or control.rank:
+            return None
+        clock = StartClock(knows_birth=True)
+        clock.mark("start")
+        path, step = folder / FOLDER / "steps.jsonl", resumed.step or 0
+        return Recovery.after(folder, path, False, clock, step, resumed.from_memory)
 
-    if resumed is not None:
-        on_all_ranks(control, read)
-    return found[0] if found else None
+    return on_all_ranks(control, read)
 
 
 class Observation:
@@ -227,7 +225,7 @@ class Observation:
         try:
             self._hand_over()
         finally:
-            self._gatherer.finish()
+            self._gatherer.end()
 
     def _detach(self) -> None:
         """Stop to record, and keep neither the model nor the optimizers alive."""
@@ -245,7 +243,8 @@ class Observation:
         phase, unit = self._recorder.current_phase()
         self._look_at_error(error, phase, unit)
         self._detach()
-        self._gatherer.abandon(error, self._last_step, self._step + 1, phase, unit)
+        last, during = self._last_step, self._step + 1
+        self._gatherer.end(error, last, during=during, phase=phase, unit=unit)
 
     def data(self, batches: Iterable[T]) -> Iterator[T]:
         """Yield the batches; the time until each arrives counts as data loading."""
@@ -311,9 +310,7 @@ class Observation:
         if self._recovery is not None and number == 1:
             if self._parts.comm.device.type != "cpu":  # the step ends there
                 torch.accelerator.synchronize(self._parts.comm.device)
-            restart = self._recovery.verdict()
-            tell(restart, _LOG.warning)
-            self.note(restart)
+            self.note(self._recovery.verdict(_LOG.warning))
         keeps_timeline = number == 2 or number % self._detail_every == 0
         times = number == 1 or (number + 1) % min(_TIMED_EVERY, self._detail_every) == 0
         recorded = self._recorder.cut(times_device=times)

@@ -13,20 +13,21 @@ their clocks.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.errors import ConfigError
-from shardwise.monitor.doctor.ends import died
 from shardwise.monitor.doctor.evidence import Evidence
+from shardwise.monitor.doctor.state import died
 from shardwise.monitor.lines import read_lines
 from shardwise.monitor.record import Begin, End, Restart, read_ends
 from shardwise.processes import seconds_since_birth
 from shardwise.quantities import format_duration
 
 _TAIL_BYTES = 1 << 16
+_NONE_LOST = "none of its steps is lost"
 
 
 class StartClock:
@@ -47,17 +48,31 @@ class StartClock:
 
 
 @dataclass(frozen=True)
-class Ending:
-    """How the run before ended: the cause, its last step, and when that and the errors were."""
+class Recovery:
+    """A run that resumes from ``step`` after one that ended, until its first step.
 
-    cause: str
+    Of the run before: the ``cause`` of its end, its ``last_step``, when that and the errors were.
+    """
+
+    clock: StartClock
     step: int
+    from_memory: bool
+    cause: str
+    last_step: int
     stepped_s: float
-    errors_s: tuple[float, ...]
+    errors_s: Sequence[float]
 
     @classmethod
-    def of(cls, output: Path, path: Path, has_all_steps: bool) -> "Ending | None":
-        """Read it; None if there was no run. Call it before this run writes.
+    def after(
+        cls,
+        output: Path,
+        path: Path,
+        has_all_steps: bool,
+        clock: StartClock,
+        step: int,
+        from_memory: bool,
+    ) -> "Recovery | None":
+        """Read how the run before ended; None if there was no run. Call it before this run writes.
 
         ``path`` has the run's lines, ``output`` is the folder of its record. Unless ``path`` has a
         line of every step, the last step is that which a rank has left with its error.
@@ -67,22 +82,31 @@ class Ending:
         steps = [line["step"] for line in read_lines(path, _TAIL_BYTES) if "step" in line]
         cause, ends = _cause_of(output)
         steps += [] if has_all_steps else [end.step for end in ends]
-        errors_s = tuple(end.unix_s for end in ends if end.error and end.unix_s)
-        return cls(cause, max(steps, default=0), path.stat().st_mtime, errors_s)
+        return cls(
+            *(clock, step, from_memory, cause),
+            last_step=max(steps, default=0),
+            stepped_s=path.stat().st_mtime,
+            errors_s=[end.unix_s for end in ends if end.error and end.unix_s],
+        )
 
-    def parts_s(self, begun_s: float) -> Mapping[str, float]:
-        """Return the parts until this process was started at ``begun_s``."""
-        if not self.errors_s:
-            return {"down": max(0.0, begun_s - self.stepped_s)}
-        parts, last_s = {}, self.stepped_s
-        for name, end_s in (
-            ("detect", min(self.errors_s)),
-            ("abort", max(self.errors_s)),
-            ("rendezvous", begun_s),
-        ):  # in order and within the whole, whatever other hosts' clocks say
+    def verdict(self, say: Callable[[str], None]) -> Restart:
+        """Return the verdict, and say it in two lines; call it after the first step."""
+        self.clock.mark("first step")
+        begun_s, last_s, parts_s = self.clock.begun_s, self.stepped_s, dict[str, float]()
+        errors_s = self.errors_s or (begun_s,)
+        ends_s = {"detect": min(errors_s), "abort": max(errors_s), "rendezvous": begun_s}
+        for name, end_s in (ends_s if self.errors_s else {"down": begun_s}).items():
+            # In order and within the whole, whatever other hosts' clocks say.
             end_s = max(last_s, min(end_s, begun_s))
-            parts[name], last_s = end_s - last_s, end_s
-        return parts
+            parts_s[name], last_s = end_s - last_s, end_s
+        parts_s |= self.clock.parts_s
+        lost_steps = max(0, self.last_step - self.step)
+        lost = f"{lost_steps} of its steps are taken again" if lost_steps else _NONE_LOST
+        say(f"the run before: {self.cause}; {lost}")
+        parts = ", ".join(f"{name} {_seconds(s)}" for name, s in parts_s.items())
+        whole = format_duration(sum(parts_s.values()))
+        say(f"{whole} from its last step to the end of this run's first, in seconds: {parts}")
+        return Restart(self.step, self.cause, lost_steps, self.from_memory, parts_s)
 
 
 def _cause_of(output: Path) -> tuple[str, list[End]]:
@@ -97,33 +121,6 @@ def _cause_of(output: Path) -> tuple[str, list[End]]:
         silent = sum(isinstance(line, Begin) for line in run.end_lines.values())
         return f"{silent} of {len(run.end_lines)} ranks ended and left no error", ends
     return "unknown, as there is no record of it to read (observe: true makes one)", []
-
-
-@dataclass(frozen=True)
-class Recovery:
-    """A run that resumes from ``step``, until its first step."""
-
-    ending: Ending
-    clock: StartClock
-    step: int
-    from_memory: bool
-
-    def verdict(self) -> Restart:
-        """Return the verdict; call it after the first step."""
-        self.clock.mark("first step")
-        parts_s = {**self.ending.parts_s(self.clock.begun_s), **self.clock.parts_s}
-        lost = max(0, self.ending.step - self.step)
-        return Restart(self.step, self.ending.cause, lost, self.from_memory, parts_s)
-
-
-def tell(restart: Restart, say: Callable[[str], None]) -> None:
-    """Say the verdict in two lines."""
-    num = restart.lost_steps
-    lost = f"{num} of its steps are taken again" if num else "none of its steps is lost"
-    say(f"the run before: {restart.cause}; {lost}")
-    parts = ", ".join(f"{name} {_seconds(s)}" for name, s in restart.parts_s.items())
-    whole = format_duration(sum(restart.parts_s.values()))
-    say(f"{whole} from its last step to the end of this run's first, in seconds: {parts}")
 
 
 def _seconds(seconds: float) -> str:

@@ -38,7 +38,7 @@ _MOST_VALUES = 16  # of a batch that are searched for tokens; a list may have on
 
 
 class Span(NamedTuple):
-    """One phase of one unit on one line, in seconds of the rank's clock."""
+    """One phase of one unit on one line, in seconds since the cut before."""
 
     line: str
     phase: str
@@ -51,10 +51,6 @@ class Span(NamedTuple):
     def seconds(self) -> float:
         """Its duration."""
         return self.end_s - self.begin_s
-
-    def earlier(self, seconds: float) -> Span:
-        """Return it with its times counted from another moment."""
-        return self._replace(begin_s=self.begin_s - seconds, end_s=self.end_s - seconds)
 
     def to_row(self) -> SpanRow:
         """Return it as a timeline has it."""
@@ -283,18 +279,19 @@ def spans_of(
     found: list[Span] = []
     for line, events in by_line.items():
         stack = left_open.pop(line, [])
-        times = [event[0] for event in events]
-        found += _innermost_spans(line, events, times, stack, recorded.begin_s, recorded.end_s)
+        times = [event[0] - recorded.begin_s for event in events]
+        found += _innermost_spans(line, events, times, stack, recorded.seconds)
         if stack and line != MAIN:
             left_open[line] = stack
-    works = [(w, w.begin_s, w.end_s) for w in recorded.works]
-    found += _sequential_spans(works, recorded.begin_s)
+    found += _sequential_spans(
+        (w, w.begin_s - recorded.begin_s, w.end_s - recorded.begin_s) for w in recorded.works
+    )
     timed_lines = {span.line for span in timed}
     return [span for span in found if span.line not in timed_lines]
 
 
 def device_spans_of(recorded: Recorded) -> list[Span]:
-    """Return the spans of the device's own streams, in seconds since the cut before.
+    """Return the spans of the device's own streams.
 
     The line "device" is the stream that computes, in the phases that enqueued on it. Empty if
     the device was not timed.
@@ -304,13 +301,12 @@ def device_spans_of(recorded: Recorded) -> list[Span]:
         return []
     events = [event for event in recorded.events if event[2] == MAIN and event[5] is not None]
     times = [moment.seconds_since(first) for *_, moment in events if moment is not None]
-    found = _innermost_spans("device", events, times, [], 0.0, last.seconds_since(first))
-    works = [
+    found = _innermost_spans("device", events, times, [], last.seconds_since(first))
+    return found + _sequential_spans(
         (w, w.began.seconds_since(first), w.ended.seconds_since(first))
         for w in recorded.works
         if w.began is not None and w.ended is not None
-    ]
-    return found + _sequential_spans(works, 0.0)
+    )
 
 
 def _innermost_spans(
@@ -318,12 +314,11 @@ def _innermost_spans(
     events: Sequence[Event],
     times: Sequence[float],
     stack: list[tuple[str, str]],
-    begin_s: float,
     end_s: float,
 ) -> list[Span]:
     """Return the innermost phase at each moment; ``stack`` has the open ones, and is updated."""
     found: list[Span] = []
-    at_s, has_gaps = begin_s, line not in (MAIN, "device")
+    at_s, has_gaps = 0.0, line not in (MAIN, "device")
 
     def close(until_s: float) -> None:
         if until_s > at_s and (stack or not has_gaps):
@@ -341,9 +336,9 @@ def _innermost_spans(
     return found
 
 
-def _sequential_spans(works: Iterable[tuple[Work, float, float]], begin_s: float) -> list[Span]:
+def _sequential_spans(works: Iterable[tuple[Work, float, float]]) -> list[Span]:
     """Return collectives as spans, those of one line one after the other."""
-    free: dict[str, float] = defaultdict(lambda: begin_s)
+    free: dict[str, float] = defaultdict(float)
     found = []
     for work, start_s, end_s in sorted(works, key=lambda each: each[1]):
         start_s = max(start_s, free[work.line])

@@ -1,4 +1,4 @@
-"""Checks that bits are right, as often as a share of the time allows.
+"""Checks that bits are right: a step computed twice, as often as a share of the time allows.
 
 Note [A share of the time for checks]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -6,12 +6,30 @@ Two checks take turns: copies of state are compared between ranks, and a step is
 Rank 0 measures what each costs, and asks for the next one when all checks together stay within the
 share of the time since the first step. What it asks for travels with the losses that the ranks sum
 at the end of a step, so all make the check in the step after.
+
+Note [Errors that a replay finds]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+The same operations on the same bits give the same bits. If they do not, memory, a processor or an
+accelerator failed, or an operation is not deterministic. An error before gradients are reduced
+reaches all ranks with the sum, so all differ; the rank whose own loss differs is named first. An
+error after that differs on one rank alone, until the next gather. A machine that makes the same
+error twice is not found.
 """
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from shardwise.checkpoint.container import digest_of, memory_of
+from shardwise.checkpoint.generators import read_generators, set_generators
+from shardwise.engine.parts import Parts
+from shardwise.errors import StateError
+from shardwise.layout.placements import local_of
+from shardwise.train.setup import Run, gather_integers
 
 Check = Literal["none", "replicas", "replay"]
 CHECKS: tuple[Check, ...] = ("none", "replicas", "replay")
@@ -62,3 +80,106 @@ class IntegrityBudget:
         self._spent_s += seconds
         self._cost_s[check] = seconds
         self._next = "replay" if check == "replicas" else "replicas"
+
+
+_MAX_SHOWN = 3
+_T = TypeVar("_T")
+
+
+class ReplayError(StateError):
+    """A step gave other bits the second time; the text is the same on every rank.
+
+    Test the machine of the first rank that is named, ``rank``, and continue with `--resume auto`.
+    """
+
+    def __init__(self, text: str, rank: int) -> None:
+        super().__init__(text)
+        self.rank = rank
+
+
+def compute_twice(
+    run: Run, compute: Callable[[], _T], numbers_of: Callable[[_T], dict[str, float]]
+) -> tuple[_T, int]:
+    """Call `compute` (one step) twice from the same state; return its second result.
+
+    The second value is the position of the first difference, among the state and the numbers that
+    `numbers_of` returns, as `raise_difference` takes it; 0 means none.
+
+    **Cost** a copy of this rank's state while it runs, a second step, two passes of xxh3-128.
+    """
+    restore = _snapshot(run)
+    first = _digests(run, numbers_of(compute()))
+    restore()
+    result = compute()
+    second = _digests(run, numbers_of(result))
+    differs = (n for n, k in enumerate(second, start=1) if first.get(k) != second[k])
+    return result, next(differs, 0)
+
+
+def raise_difference(run: Run, step: int, difference: int, numbers: dict[str, float]) -> None:
+    """Raise a ReplayError that lists each rank's difference, the same on all ranks.
+
+    Every rank calls it if any has a difference.
+    """
+    labels = list(_digests(run, numbers))
+    found = sorted((n, rank) for rank, n in enumerate(gather_integers(run.place, difference)) if n)
+    shown = [f"rank {rank}: {labels[n - 1]}" for n, rank in found[:_MAX_SHOWN]]
+    more = f" (and {len(found) - _MAX_SHOWN} more ranks)" if len(found) > _MAX_SHOWN else ""
+    raise ReplayError(
+        f"step {step}, computed twice from the same state, gave other bits the second time. First "
+        f"difference on {'; '.join(shown)}{more}. A machine errs, or an operation is not "
+        "deterministic: test the machine of the first rank named, and go on from the last "
+        "checkpoint with --resume auto",
+        found[0][1],
+    )
+
+
+def _state_tensors(run: Run) -> dict[str, Tensor]:
+    """Return all tensors that a step changes on this rank, by name."""
+    # Reading encoded moments does not wait for a step in the background.
+    Parts(run.model).rest("computing a step twice")
+    found: dict[str, Tensor] = {}
+    for name, param in run.model.named_parameters():
+        found[f"parameter '{name}'"] = local_of(param)
+        for key, value in sorted(run.optimizer.state.get(param, {}).items()):
+            if isinstance(value, Tensor):
+                found[f"parameter '{name}', {key}"] = local_of(value)
+    for name, buffer in run.model.named_buffers():
+        found[f"buffer '{name}'"] = buffer
+    return found
+
+
+def _digests(run: Run, numbers: dict[str, float]) -> dict[str, str]:
+    """Return the digest of each number and each tensor; the last number is compared last."""
+    *own, last = numbers
+    found = {label: numbers[label].hex() for label in own}
+    for label, tensor in _state_tensors(run).items():
+        found[label] = digest_of(memory_of(tensor.contiguous().cpu()))
+    return {**found, last: numbers[last].hex()}
+
+
+@torch.no_grad()
+def _snapshot(run: Run) -> Callable[[], None]:
+    """Copy what a step reads and changes on this rank; return the function that puts it back."""
+    tensors = {label: tensor.clone() for label, tensor in _state_tensors(run).items()}
+    state, scaler = run.optimizer.state, run.scaler.state_dict()
+    others = {
+        param: {key: value for key, value in values.items() if not isinstance(value, Tensor)}
+        for param, values in state.items()
+    }
+    generators = read_generators(run.device)
+
+    @torch.no_grad()
+    def restore() -> None:
+        for label, tensor in _state_tensors(run).items():
+            if label in tensors:
+                tensor.copy_(tensors[label])
+        for param in list(state):
+            if param in others:
+                state[param].update(others[param])
+            else:
+                del state[param]  # the step made it
+        run.scaler.load_state_dict(scaler)
+        set_generators(generators, run.device)
+
+    return restore

@@ -8,7 +8,7 @@ failed save, a replayed step with other bits.
 import math
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,16 +25,15 @@ from shardwise.device import fork_rng_devices, peak_memory_bytes
 from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.monitor.lines import JsonLines
 from shardwise.monitor.observer import Observation, observe
-from shardwise.monitor.recovery import Ending, Recovery, StartClock, tell
+from shardwise.monitor.recovery import Recovery, StartClock
 from shardwise.parallel.routing import balance_experts
 from shardwise.progress import Advance, run_bar
 from shardwise.quantities import format_bytes
 from shardwise.train.checks import config_path, metrics_path
 from shardwise.train.config import TrainConfig, dump_config
 from shardwise.train.decoder import Pipeline, generate
-from shardwise.train.integrity import IntegrityBudget
+from shardwise.train.integrity import IntegrityBudget, compute_twice, raise_difference
 from shardwise.train.launch import RankPlace, StopRequest
-from shardwise.train.replay import compute_twice, raise_difference
 from shardwise.train.saves import RunCheckpoints
 from shardwise.train.setup import (
     Run,
@@ -63,8 +62,6 @@ class StepReport:
     lr: float
     grad_norm: float
     state: StateBytes
-    stop: bool = False
-    save_failed: bool = False
 
     @property
     def numbers(self) -> dict[str, float]:
@@ -108,18 +105,18 @@ def train_prepared(
 ) -> RunResult:
     """Take all steps of a run from `prepare_run`; see `train`."""
     config, place = run.config, run.place
-    first, clock = place.rank == 0, clock or StartClock()
+    first, clock, recovery = place.rank == 0, clock or StartClock(), None
     with RunCheckpoints(run) as saves:  # locks the folder before a file in it changes
         loaded = saves.resume(say)
         done = loaded.step if loaded is not None else 0
         clock.mark("load")
-        ending = None
         if first and loaded is not None:
-            ending = Ending.of(config.output, metrics_path(config), True)
+            path = metrics_path(config)
+            recovery = Recovery.after(config.output, path, True, clock, done, loaded.from_memory)
         if first:
             with replacing(config_path(config)) as part:
                 part.write_text(dump_config(config), encoding="utf-8")
-        result = RunResult(run.stream.unigram_entropy, first_step=done + 1, steps=done)
+        result = RunResult(run.unigram_entropy, first_step=done + 1, steps=done)
         with (
             JsonLines(metrics_path(config) if first else None, done) as metrics,
             run_bar(config.steps, shown=first, num_done=done) as advance,
@@ -130,13 +127,11 @@ def train_prepared(
             if loaded is not None:
                 metrics.write(**loaded._asdict())
             stop.listen()
-            budget = IntegrityBudget(config.integrity)
+            loop = _Loop(run, stop, metrics, advance, saves, result, observation)
             for step in range(done + 1, config.steps + 1):
-                parts = metrics, advance, saves, result, observation
-                _take_step(run, step, stop, budget, *parts)
-                if step == done + 1 and loaded is not None and ending is not None:
-                    restart = Recovery(ending, clock, done, loaded.from_memory).verdict()
-                    tell(restart, say)
+                loop.take_step(step)
+                if step == done + 1 and recovery is not None:
+                    restart = recovery.verdict(say)
                     metrics.write(step=done, restart=vars(restart))
                     if observation is not None:
                         observation.note(restart)
@@ -178,7 +173,7 @@ def check_run_gradients(run: Run) -> GradientReport:
     part, num_parts = run.part_of_batch
     indices = range(config.micro_batch * num_parts)
     windows = [run.sampler.train_window(1, index, run.global_batch) for index in indices]
-    ids, targets = (x.to(run.device) for x in read_windows(run.stream, windows))
+    ids, targets = (x.to(run.device) for x in read_windows(run.tokens, windows))
 
     def loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
         inputs, wanted, *positions = batch
@@ -201,68 +196,113 @@ def check_run_gradients(run: Run) -> GradientReport:
         )
 
 
-def _take_step(
-    run: Run,
-    step: int,
-    stop: StopRequest,
-    budget: IntegrityBudget,
-    metrics: JsonLines,
-    advance: Advance,
-    saves: RunCheckpoints,
-    result: RunResult,
-    observation: Observation | None,
-) -> None:
-    """Take one step; then write its figures and, if due, check, evaluate and save."""
-    config, tokens = run.config, run.global_batch * run.config.seq
-    sent_before, started_s = _sent_bytes(run), time.perf_counter()
-    compares = budget.agreed == "replicas" or _is_multiple(step, config.check_replicas_every)
-    report = train_step(run, step, stop, saves.failed, observation, budget)
-    step_s = time.perf_counter() - started_s
-    peak_bytes = peak_memory_bytes(run.device)
-    metrics.write(
-        step=step,
-        loss=report.loss,
-        lr=report.lr,
-        grad_norm=report.grad_norm,
-        tokens_per_s=tokens / step_s,
-        step_s=step_s,
-        tokens=step * tokens,
-        state_bytes=report.state.total_bytes,
-        sent_bytes=_sent_bytes(run) - sent_before,
-        **{"peak_rss_bytes" if run.device.type == "cpu" else "peak_device_bytes": peak_bytes},
-    )
-    if observation is not None:
-        observation.log(loss=report.loss, lr=report.lr, grad_norm=report.grad_norm)
-        if config.precision == "fp16":
-            observation.log(loss_scale=run.scaler.get_scale())
-    result.add_step(step, report.loss, step_s, tokens, report.state)
-    advance(
-        f"loss {report.loss:.3f}",
-        f"{result.tokens_per_s:,.0f} tokens/s",
-        f"state {format_bytes(report.state.total_bytes)}",
-        f"peak {format_bytes(peak_bytes)}",
-    )
-    if report.save_failed:
-        saves.finish(metrics)
-        raise CheckpointError("another rank could not save; its message says why")
-    if not math.isfinite(report.loss) and config.precision != "fp16":
-        raise NonFiniteLossError(
-            f"the loss of step {step} is {report.loss}; lower lr ({config.lr:g}), lengthen "
-            "warmup_steps, or set grad_clip"
+class _Loop:
+    """Takes the steps of one rank, and passes their figures on."""
+
+    def __init__(
+        self,
+        run: Run,
+        stop: StopRequest,
+        metrics: JsonLines,
+        advance: Advance,
+        saves: RunCheckpoints,
+        result: RunResult,
+        observation: Observation | None,
+    ) -> None:
+        self._run, self._stop = run, stop
+        self._log = observation.log if observation is not None else _log_nothing
+        self._paused = observation.paused if observation is not None else nullcontext
+        self._metrics, self._advance, self._result = metrics, advance, result
+        self._saves, self._budget = saves, IntegrityBudget(run.config.integrity)
+
+    def take_step(self, step: int) -> None:
+        """Take one step; then write its figures and, if due, check, evaluate and save."""
+        run, config, result, metrics = self._run, self._run.config, self._result, self._metrics
+        tokens = run.global_batch * config.seq
+        sent_before, started_s = _sent_bytes(run), time.perf_counter()
+        is_asked_for = _is_multiple(step, config.check_replicas_every)
+        compares = is_asked_for or self._budget.agreed == "replicas"
+        report, is_stopped, save_failed = self._agreed_step(step)
+        step_s = time.perf_counter() - started_s
+        peak_bytes = peak_memory_bytes(run.device)
+        metrics.write(
+            step=step,
+            loss=report.loss,
+            lr=report.lr,
+            grad_norm=report.grad_norm,
+            tokens_per_s=tokens / step_s,
+            step_s=step_s,
+            tokens=step * tokens,
+            state_bytes=report.state.total_bytes,
+            sent_bytes=_sent_bytes(run) - sent_before,
+            **{"peak_rss_bytes" if run.device.type == "cpu" else "peak_device_bytes": peak_bytes},
         )
-    if compares:
-        with budget.comparing():
-            check_replicas(run.model, run.optimizer)
-    result.stopped = report.stop
-    is_last = step == config.steps or result.stopped
-    is_due = is_last or _is_multiple(step, config.eval_every)
-    if config.eval_windows and not result.stopped and is_due:
-        with _paused(observation):
-            result.eval_loss = evaluate(run)
-        metrics.write(step=step, eval_loss=result.eval_loss)
-        if observation is not None:
-            observation.log(eval_loss=result.eval_loss)
-    saves.after_step(step, is_last, metrics)  # last, as it may raise
+        self._log(loss=report.loss, lr=report.lr, grad_norm=report.grad_norm)
+        if config.precision == "fp16":
+            self._log(loss_scale=run.scaler.get_scale())
+        result.add_step(step, report.loss, step_s, tokens, report.state)
+        self._advance(
+            f"loss {report.loss:.3f}",
+            f"{result.tokens_per_s:,.0f} tokens/s",
+            f"state {format_bytes(report.state.total_bytes)}",
+            f"peak {format_bytes(peak_bytes)}",
+        )
+        if save_failed:
+            self._saves.finish(metrics)
+            raise CheckpointError("another rank could not save; its message says why")
+        if not math.isfinite(report.loss) and config.precision != "fp16":
+            raise NonFiniteLossError(
+                f"the loss of step {step} is {report.loss}; lower lr ({config.lr:g}), lengthen "
+                "warmup_steps, or set grad_clip"
+            )
+        if compares:
+            with self._budget.comparing():
+                check_replicas(run.model, run.optimizer)
+        result.stopped = is_stopped
+        is_last = step == config.steps or is_stopped
+        is_due = is_last or _is_multiple(step, config.eval_every)
+        if config.eval_windows and not is_stopped and is_due:
+            with self._paused():
+                result.eval_loss = evaluate(run)
+            metrics.write(step=step, eval_loss=result.eval_loss)
+            self._log(eval_loss=result.eval_loss)
+        self._saves.after_step(step, is_last, metrics)  # last, as it may raise
+
+    def _agreed_step(self, step: int) -> tuple[StepReport, bool, bool]:
+        """Take an optimizer step; tell whether a rank is to stop, and whether one could not save.
+
+        A step that is computed twice is observed the second time.
+
+        **Cost** one collective of five numbers beside those of the model.
+
+        **Raises** ReplayError if the step was computed twice and gave other bits on any rank.
+        """
+        run, budget, difference, begun_s = self._run, self._budget, 0, time.perf_counter()
+        is_replayed = budget.agreed == "replay" or _is_multiple(step, run.config.replay_every)
+        if is_replayed:
+            first_only = iter([self._paused()])
+
+            def compute() -> StepReport:
+                with next(first_only, nullcontext()):
+                    return compute_step(run, step)
+
+            local, difference = compute_twice(run, compute, lambda result: result.numbers)
+        else:
+            local = compute_step(run, step)
+        budget.note_step(time.perf_counter() - begun_s, is_replayed)
+        asked = budget.ask() if run.place.rank == 0 else 0
+        mean = local.loss / run.place.world_size
+        sums = [mean, self._stop.requested, self._saves.failed, difference > 0, asked]
+        loss, *flags, check = all_reduce_scalars([float(s) for s in sums])
+        is_stopped, save_failed, is_different = (num_ranks > 0 for num_ranks in flags)
+        budget.agree(int(check))
+        if is_different:
+            raise_difference(run, step, difference, local.numbers)
+        return replace(local, loss=loss), is_stopped, save_failed
+
+
+def _log_nothing(**values: float) -> None:
+    """Stand in for the log of a run that is not observed."""
 
 
 def _sent_bytes(run: Run) -> int:
@@ -273,51 +313,8 @@ def _is_multiple(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _paused(observation: Observation | None) -> AbstractContextManager[None]:
-    return nullcontext() if observation is None else observation.paused()
-
-
-def train_step(
-    run: Run,
-    step: int,
-    stop: StopRequest,
-    save_failed: bool = False,
-    observation: Observation | None = None,
-    budget: IntegrityBudget | None = None,
-) -> StepReport:
-    """Take one optimizer step over the global batch.
-
-    A step that is computed twice is observed the second time.
-
-    **Cost** one collective of five numbers beside those of the model.
-
-    **Raises** ReplayError if the step was computed twice and gave other bits on any rank.
-    """
-    difference, begun_s = 0, time.perf_counter()
-    budget = budget or IntegrityBudget(0.0)
-    is_replayed = budget.agreed == "replay" or _is_multiple(step, run.config.replay_every)
-    if is_replayed:
-        first_only = iter([_paused(observation)])
-
-        def compute() -> StepReport:
-            with next(first_only, nullcontext()):
-                return _compute_step(run, step)
-
-        local, difference = compute_twice(run, compute, lambda result: result.numbers)
-    else:
-        local = _compute_step(run, step)
-    budget.note_step(time.perf_counter() - begun_s, is_replayed)
-    asked = budget.ask() if run.place.rank == 0 else 0
-    sums = [local.loss / run.place.world_size, stop.requested, save_failed, difference > 0, asked]
-    totals = all_reduce_scalars([float(s) for s in sums])
-    loss, num_stopping, num_failed, num_differing, check = totals
-    budget.agree(int(check))
-    if num_differing:
-        raise_difference(run, step, difference, local.numbers)
-    return replace(local, loss=loss, stop=num_stopping > 0, save_failed=num_failed > 0)
-
-
-def _compute_step(run: Run, step: int) -> StepReport:
+def compute_step(run: Run, step: int) -> StepReport:
+    """Take one optimizer step over the global batch; return this rank's report."""
     config, model, optimizer = run.config, run.model, run.optimizer
     lr = config.learning_rate(step)
     betas = config.curve.betas(step - 1) if config.curve is not None else None
@@ -389,7 +386,7 @@ def evaluate(run: Run) -> float:
         indices = range(first, first + rows)
         real = sum(index < config.eval_windows for index in indices)
         windows = [run.sampler.eval_window(index % config.eval_windows) for index in indices]
-        whole = (x.to(run.device) for x in read_windows(run.stream, windows))
+        whole = (x.to(run.device) for x in read_windows(run.tokens, windows))
         with run.cut(*whole) as (ids, targets, positions):
             if run.pipeline is None:
                 logits = run.model(ids, None, positions)

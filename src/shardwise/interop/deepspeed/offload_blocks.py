@@ -40,23 +40,27 @@ def store_offload(reader: Reader, stage: int | None) -> None:
     for kind, entry in devices.items():
         is_off = _word(entry) == "none"
         if kind not in places and not is_off:
-            entry.ignored(f"full parameters stay on the device at stage {stage}, as in DeepSpeed")
+            entry.tell(
+                "ignored", f"full parameters stay on the device at stage {stage}, as in DeepSpeed"
+            )
         elif kind == "optimizer" and is_off and follows:
-            entry.ignored("it is in host memory: an optimizer steps where its parameters rest")
+            entry.tell(
+                "ignored", "it is in host memory: an optimizer steps where its parameters rest"
+            )
         elif is_off:
-            entry.mapped(f"on the device: {_TITLES[kind]}")
+            entry.tell("mapped", f"on the device: {_TITLES[kind]}")
         else:
             also = "; the optimizer is in host memory too, where its parameters rest"
-            entry.mapped(f"shard(offload={_spelled(offload)}){also if follows else ''}")
+            entry.tell("mapped", f"shard(offload={_spelled(offload)}){also if follows else ''}")
     for kind, folder in folders.items():
         if folders_of(places.get(kind)):
-            folder.mapped("the folder; its files have no names")
+            folder.tell("mapped", "the folder; its files have no names")
         elif _path(folder):
-            folder.ignored(f"{_TITLES[kind]}: not in files")
+            folder.tell("ignored", f"{_TITLES[kind]}: not in files")
     if ratio is not None and asked == "device":
-        ratio.ignored("the optimizer's block offloads nothing")
+        ratio.tell("ignored", "the optimizer's block offloads nothing")
     elif ratio is not None:
-        ratio.mapped(f"fraction={fraction:g} of all that is offloaded, up to whole units")
+        ratio.tell("mapped", f"fraction={fraction:g} of all that is offloaded, up to whole units")
     if offload is None and devices and reader.plans:
         offload = Offload()
     if offload is not None:

@@ -37,6 +37,8 @@ from shardwise.train.optimizers import OPTIMIZERS, check_options
 SIZES = ("micro_batch", "accumulation", "global_batch")
 COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 PRECISION_BLOCKS = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16"}  # one has an old name
+BETAS = ("beta1", "beta2")
+_USUAL_BETAS = (0.9, 0.999)  # torch's default
 _SCALE = {"loss_scale": 65536.0, "loss_scale_window": 1000}
 _DEFAULT_CLIPPING = 1.0  # DeepSpeed's since 0.19; it was 0 before
 _LARGEST_POWER = 127
@@ -52,16 +54,6 @@ _AUTO_OPTIONS = {"warmup_min_lr": 0.0, "warmup_max_lr": None, "warmup_type": "lo
 
 
 @dataclass(frozen=True)
-class OptimizerChoice:
-    """``name`` is a row of ``OPTIMIZERS``; ``auto`` are arguments that the file leaves to you."""
-
-    name: str
-    arguments: JsonMapping
-    defaults: JsonMapping
-    auto: frozenset[str]
-
-
-@dataclass(frozen=True)
 class TorchSchedule:
     """A class of torch.optim.lr_scheduler, with its arguments."""
 
@@ -74,12 +66,13 @@ class Reading:
     """A DeepSpeed file that was read.
 
     ``values`` are the keys of ours that it sets, ``defaults`` DeepSpeed's values of others. A key
-    in neither is left open. ``precision`` may be None too: it is at "auto".
+    in neither is left open. ``precision`` may be None too: it is at "auto". ``auto`` are arguments
+    of the optimizer that the file leaves to you, by our keys.
     """
 
     values: JsonMapping
     defaults: JsonMapping
-    optimizer: OptimizerChoice | None
+    auto: frozenset[str]
     schedule: Curve | TorchSchedule | None
     report: Report
 
@@ -124,7 +117,7 @@ class DeepSpeedFile:
     def __init__(self, content: JsonMapping, reader: Reader, precision: object = None) -> None:
         self.content, self.reader = content, reader
         self.values, self.defaults = reader.values, reader.defaults
-        self.optimizer: OptimizerChoice | None = None
+        self.auto: set[str] = set()
         self.schedule: Curve | TorchSchedule | None = None
         self.is_on = self._precisions(precision)
 
@@ -163,7 +156,8 @@ class DeepSpeedFile:
             if content.get("gradient_clipping") != "auto" and not reader.plans:
                 text = "DeepSpeed's default since 0.19; 0 turns clipping off"
                 reader.add("default", "gradient_clipping", _DEFAULT_CLIPPING, text)
-        return Reading(self.values, self.defaults, self.optimizer, self.schedule, reader.report())
+        auto = frozenset(self.auto)
+        return Reading(self.values, self.defaults, auto, self.schedule, reader.report())
 
     # -- fp16, bf16
 
@@ -203,44 +197,46 @@ class DeepSpeedFile:
 
     def _master(self, entry: Entry) -> None:
         if not entry.flag():
-            entry.mapped("masters are fp32")
+            entry.tell("mapped", "masters are fp32")
         elif self.is_on["bf16"] is not True:
-            entry.ignored("bf16 is off")
+            entry.tell("ignored", "bf16 is off")
         else:
             self.values["bf16_master"] = True
-            entry.mapped("shard(precision=Precision(bf16, bf16, bf16)), optimizer state too")
+            entry.tell(
+                "mapped", "shard(precision=Precision(bf16, bf16, bf16)), optimizer state too"
+            )
 
     def _states(self, entry: Entry) -> None:
         has_masters = "bf16_master" in self.values
         if entry.flag() and not has_masters and self.is_on["bf16"] is True:
             raise entry.refusal("it needs bf16_master_weights_and_grads to be true")
-        entry.mapped("optimizer state has the dtype of the masters")
+        entry.tell("mapped", "optimizer state has the dtype of the masters")
 
     def _scale(self, name: str, entry: Entry) -> None:
         if self.is_on["fp16"] is False:
-            entry.ignored("fp16 is off")
+            entry.tell("ignored", "fp16 is off")
         elif name == "loss_scale" and (number := entry.number(least=0)):
             self.values.update(loss_scale=float(number), loss_scale_window=_NEVER)
-            entry.mapped("GradScaler(init_scale=) that never grows; an overflow halves it")
+            entry.tell("mapped", "GradScaler(init_scale=) that never grows; an overflow halves it")
         elif name == "loss_scale":
-            entry.mapped("dynamic: torch's GradScaler")
+            entry.tell("mapped", "dynamic: torch's GradScaler")
         elif name not in ("initial_scale_power", "loss_scale_window"):
             entry.answer()
         elif self.values.get("loss_scale_window") == _NEVER:
-            entry.ignored("loss_scale is static")
+            entry.tell("ignored", "loss_scale is static")
         elif name == "loss_scale_window":
             self.values["loss_scale_window"] = entry.integer(least=1)
-            entry.mapped(f"GradScaler(growth_interval={entry.integer()})")
+            entry.tell("mapped", f"GradScaler(growth_interval={entry.integer()})")
         else:
             scale = self.values["loss_scale"] = 2.0 ** entry.integer(most=_LARGEST_POWER)
-            entry.mapped(f"GradScaler(init_scale={scale:g})")
+            entry.tell("mapped", f"GradScaler(init_scale={scale:g})")
 
     # -- zero_optimization
 
     def _zero(self, entry: Entry) -> None:
         if isinstance(entry.value, bool):
             self.values["stage"] = int(entry.value)
-            return entry.mapped(f"shard(stage={int(entry.value)})")
+            return entry.tell("mapped", f"shard(stage={int(entry.value)})")
         block = entry.mapping()
         for name in block:
             plain = name.removeprefix("stage3_")
@@ -260,12 +256,12 @@ class DeepSpeedFile:
         kind = self._precision or ("bf16" if self.reader.plans else "fp32")  # as the defaults
         num_bytes = entry.integer(most=1 << 40) * COMPUTE_BYTES[kind]
         self.values["prefetch_bytes"] = num_bytes
-        entry.mapped(f"shard(schedule=Schedule({num_bytes}))")
+        entry.tell("mapped", f"shard(schedule=Schedule({num_bytes}))")
 
     def _quantized(self, entry: Entry) -> None:
         stage = self.content["zero_optimization"].get("stage")
         if entry.flag() and str(stage) not in ("3", "auto"):
-            entry.ignored("DeepSpeed quantizes at stage 3 alone")
+            entry.tell("ignored", "DeepSpeed quantizes at stage 3 alone")
         else:
             entry.store()
 
@@ -290,7 +286,7 @@ class DeepSpeedFile:
         reader, name, params = self.reader, kind.word().lower(), self._params(kind)
         self.values["optimizer"] = name
         if reader.plans:
-            return kind.mapped()
+            return kind.tell("mapped")
         if name in REFUSED_OPTIMIZERS:
             raise kind.refusal(f"{kind.value}: {REFUSED_OPTIMIZERS[name]}")
         if name not in OPTIMIZERS:
@@ -307,7 +303,7 @@ class DeepSpeedFile:
             if name == "adamw" and params.get("torch_adam") is True:
                 defaults["weight_decay"] = 0.01  # torch's default; that of DeepSpeed's own is 0
         title = OPTIMIZERS[name][0]
-        kind.mapped(f"torch.optim.{title}")
+        kind.tell("mapped", f"torch.optim.{title}")
         for key, value in params.items():
             path, row = f"optimizer.params.{key}", KEYS["optimizer.params"].get(key)
             entry = Entry(reader, path, value, path, row)
@@ -328,8 +324,11 @@ class DeepSpeedFile:
             default = f"{defaults[key]:g}" if key in defaults else "torch's default"
             text += "" if key == "lr" else f"; {default} otherwise"
             reader.add("auto", f"optimizer.params.{key}", "auto", text)
-        self.values["optimizer"] = name
-        self.optimizer = OptimizerChoice(name, arguments, defaults, frozenset(auto))
+        if "betas" in OPTIMIZERS[name][1]:
+            defaults |= dict(zip(BETAS, _USUAL_BETAS, strict=True))
+        self.values |= {"optimizer": name, **_as_keys(arguments)}
+        self.defaults |= defaults
+        self.auto = {*auto, *(BETAS if "betas" in auto else ())}
         return None
 
     def _scheduler(self, kind: Entry) -> None:
@@ -338,7 +337,7 @@ class DeepSpeedFile:
         options = self._params(kind)
         if name in TORCH_SCHEDULERS:
             check_schedule_options(name, options, f"{reader.source}: {params}")
-            kind.mapped(f"torch.optim.lr_scheduler.{name}")
+            kind.tell("mapped", f"torch.optim.lr_scheduler.{name}")
             for key, value in options.items():
                 if value == "auto":
                     raise reader.refusal(f"{params}.{key}", "give a value by auto=")
@@ -354,7 +353,7 @@ class DeepSpeedFile:
             self.schedule = make_curve(name, filled, params).without(auto - _AUTO_OPTIONS.keys())
         except ConfigError as error:
             raise ConfigError(f"{reader.source}: {error}") from None
-        kind.mapped("the same curve")
+        kind.tell("mapped", "the same curve")
         for key, value in options.items():
             default = _AUTO_OPTIONS.get(key) or "the optimizer's learning rate"
             if key not in auto:
@@ -363,6 +362,20 @@ class DeepSpeedFile:
                 reader.add("auto", f"{params}.{key}", "auto", f"{default}, or auto=")
             else:
                 reader.add("auto", f"{params}.{key}", "auto", f"give {key}= to scheduler()")
+
+
+def check_schedule_options(name: str, options: JsonMapping, where: str) -> None:
+    """Raise ConfigError if an option is not one of the scheduler of torch."""
+    check_names(options, TORCH_SCHEDULERS[name], where, f"option {{!r}} of {name}")
+
+
+def _as_keys(arguments: JsonMapping) -> JsonObject:
+    """Return an optimizer's arguments as keys of ours."""
+    options = dict(arguments)
+    keys: JsonObject = {key: options.pop(key) for key in ("lr", "weight_decay") if key in options}
+    if "betas" in options:
+        keys |= zip(BETAS, options.pop("betas"), strict=True)
+    return {**keys, "optimizer_options": options} if options else keys
 
 
 def _argument(entry: Entry) -> object:
@@ -377,11 +390,6 @@ def _argument(entry: Entry) -> object:
     return entry.number()
 
 
-def check_schedule_options(name: str, options: JsonMapping, where: str) -> None:
-    """Raise ConfigError if an option is not one of the scheduler of torch."""
-    check_names(options, TORCH_SCHEDULERS[name], where, f"option {{!r}} of {name}")
-
-
 def _refuse_tensor_parallel(entry: Entry) -> None:
     values = entry.mapping()
     inner = values.get("tp", values.get("tensor_parallel"))
@@ -389,4 +397,4 @@ def _refuse_tensor_parallel(entry: Entry) -> None:
     sizes.append(inner.get("tp_size", 1) if isinstance(inner, Mapping) else 1)
     if any(isinstance(size, int) and size > 1 for size in sizes):
         raise entry.refusal("only data is parallel here; leave it out")
-    entry.mapped("only data is parallel")
+    entry.tell("mapped", "only data is parallel")

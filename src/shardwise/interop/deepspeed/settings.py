@@ -14,8 +14,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from shardwise.config import PRECISIONS, Precision, Schedule
 from shardwise.errors import ConfigError
 from shardwise.interop.deepspeed.reading import (
+    BETAS,
     DeepSpeedFile,
-    OptimizerChoice,
     Reading,
     TorchSchedule,
     check_schedule_options,
@@ -135,17 +135,20 @@ class DeepSpeedSettings:
         **Raises** ConfigError if the file has no optimizer, leaves the learning rate to you, or has
         an argument that the class of torch refuses.
         """
-        choice: OptimizerChoice | None = self.reading.optimizer
-        if choice is None:
+        values = self.reading.values
+        if "optimizer" not in values:
             raise self._error("it has no optimizer; make your own from model.parameters()")
-        if "lr" in choice.auto - overrides.keys():
+        if "lr" in self.reading.auto - overrides.keys():
             raise self._error('optimizer.params.lr is "auto"; give lr= to optimizer()')
         if callable(getattr(params, "parameters", None)):
             kind = type(params).__name__
             raise ConfigError(f"optimizer(): expected parameters, got a {kind}; give .parameters()")
-        check_options(choice.name, overrides, "optimizer()")
-        make = optimizer_class(choice.name)
-        arguments: JsonObject = {**choice.defaults, **choice.arguments, **overrides}
+        check_options(values["optimizer"], overrides, "optimizer()")
+        make = optimizer_class(values["optimizer"])
+        arguments: JsonObject = {name: self._all[name] for name in ("lr", "weight_decay")}
+        if BETAS[0] in values:
+            arguments["betas"] = tuple(values[name] for name in BETAS)
+        arguments |= {**values.get("optimizer_options", {}), **overrides}
         try:
             return make(params, **arguments)
         except _WRONG_VALUES as error:

@@ -20,10 +20,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from shardwise.config import Precision, Schedule, ShardConfig, Units, resolve_config
+from shardwise.config import Precision, ShardConfig, Units, resolve_config, resolve_precision
 from shardwise.engine.accumulate import accumulate
 from shardwise.engine.api import engine_of, is_sharded, shard
-from shardwise.engine.runtime import Engine
 from shardwise.errors import ConfigError
 from shardwise.interop.fsdp2.api import fully_shard
 from shardwise.interop.fsdp2.state import state_of
@@ -35,7 +34,6 @@ from shardwise.interop.lightning.checkpoints import (
 )
 from shardwise.interop.observed_loop import PAUSE, ObservedLoop, is_number
 from shardwise.layout.units import partition_into_units
-from shardwise.monitor.observer import Observation
 from shardwise.stages import STAGES
 from shardwise.versions import load_neighbour
 
@@ -51,7 +49,6 @@ _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 # Lightning converts the module itself
 _CONVERTED = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
 _DEFAULTS = {"stage": 3, "layout": "rows", "precision": "fp32", "schedule": None}
-_SCHEDULED = ("reduce_every", "prefetch_bytes", "bucket_bytes")
 
 
 def _step_of(name: str, context: str) -> Callable[..., object]:
@@ -162,17 +159,12 @@ class ShardwiseStrategy(_DDPStrategy):
 
     def _check_settings(self, module: nn.Module) -> None:
         """Refuse a module that was sharded before with other settings."""
-        engine, options = engine_of(module), self._options
-        asked, has = self._asked_config(), engine.config
-        schedule, default = options.get("schedule") or Schedule(), Schedule()
-        names = [n for n in _SCHEDULED if getattr(schedule, n) != getattr(default, n)]
+        engine, options, asked = engine_of(module), self._options, self._asked_config()
         pairs: dict[str, tuple[object, object]] = {
-            "layout": (asked.layout, has.layout),
-            "stage": (asked.stage.number, has.stage.number),
-            "precision": (asked.precision, _precision_of(engine, asked.precision)),
+            "layout": (asked.layout, engine.config.layout),
+            "stage": (asked.stage.number, engine.config.stage.number),
         }
-        pairs = {n: pair for n, pair in pairs.items() if n in options}
-        pairs |= {n: (getattr(schedule, n), getattr(has, n)) for n in names}
+        pairs = {name: pair for name, pair in pairs.items() if name in options}
         if isinstance(self._mesh, DeviceMesh):  # setup_environment() has converted tuples
             pairs["mesh"] = tuple(self._mesh.shape), tuple(engine.comm.axes.mesh.shape)
         units = Units.of(options.get("units"))
@@ -181,25 +173,31 @@ class ShardwiseStrategy(_DDPStrategy):
             pairs["units"] = [s.name for s in specs], [u.name for u in engine.units]
         for name, (ours, there) in pairs.items():
             if ours != there:
-                given = options.get(name, ours)  # a precision's name
-                raise _stays(f"ShardwiseStrategy({name}={given!r})", there)
-        wanted = self._precision()
-        if isinstance(wanted, Precision) and "precision" not in options:
-            self._check_precision(module, _precision_of(engine, wanted))
+                raise _stays(f"ShardwiseStrategy({name}={ours!r})", there)
+        self._check_precision(module)
         if self._layer_sync and any(
             isinstance(m, _BatchNorm) and not isinstance(m, nn.SyncBatchNorm)
             for m in module.modules()
         ):
             raise _stays("Trainer(sync_batchnorm=True)", "BatchNorm layers of each rank's own")
 
-    def _check_precision(self, module: nn.Module, has: Precision) -> None:
-        name = f"Trainer(precision={self.precision_plugin.precision!r})"
-        if self._precision() != has:
-            raise _stays(name, f"{has}; or name that in ShardwiseStrategy(precision=)")
-        dtype = _CONVERTED.get(self.precision_plugin.precision)
-        dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
-        if dtype is not None and dtypes != {dtype}:
-            raise _stays(name, f"parameters of {', '.join(sorted(map(str, dtypes)))}")
+    def _check_precision(self, module: nn.Module) -> None:
+        """Compare the dtype of the parameters, and what the units compute and reduce in.
+
+        `fully_shard` leaves masters to the parameters, and has its own rule of casting inputs.
+        """
+        engine, asked = engine_of(module), self.precision_plugin.precision
+        wanted, where = resolve_precision(self._precision()), f"Trainer(precision={asked!r})"
+        dtype = wanted.master or _CONVERTED.get(asked)
+        if "precision" in self._options:
+            dtype, where = wanted.master, f"ShardwiseStrategy(precision={self._precision()!r})"
+        has = {replace(u.precision, master=wanted.master) for u in engine.units if u.params}
+        if engine.rules.each_unit_alone:
+            has = {replace(each, cast_inputs=wanted.cast_inputs) for each in has}
+        dtypes = {p.dtype for p in module.parameters() if p.requires_grad}
+        if has - {wanted} or (dtype is not None and dtypes - {dtype}):
+            names = ", ".join(sorted(map(str, dtypes)))
+            raise _stays(where, f"parameters of {names}, and {next(iter(has))}")
 
     # -- steps
     training_step = _step_of("training_step", "train_step_context")
@@ -297,24 +295,6 @@ def _close_calls(module: nn.Module) -> None:
         fully_shard(module, mesh=states[0].units[0].comm.axes.mesh)
 
 
-def _precision_of(engine: Engine, wanted: Precision) -> Precision:
-    """Return a model's precision; if its units differ, one that is not ``wanted``.
-
-    A policy of `fully_shard` has no master dtype: parameters keep theirs. It also has its own rule
-    of casting inputs. So both are taken from ``wanted``.
-    """
-    if not engine.rules.each_unit_alone:
-        return engine.config.precision
-    found = []
-    for unit in engine.units:
-        dtypes = {p.sharded.dtype for p in unit.params if p.sharded.is_floating_point()}
-        fits = dtypes == {wanted.master}
-        master = wanted.master if fits else unit.precision.master
-        if unit.params:
-            found.append(replace(unit.precision, master=master, cast_inputs=wanted.cast_inputs))
-    return next((each for each in found if each != wanted), wanted)
-
-
 def _stays(asked: str, there: object) -> ConfigError:
     return ConfigError(
         f"{asked}: the module was sharded before with {there}, and stays so; make a new "
@@ -322,35 +302,28 @@ def _stays(asked: str, there: object) -> ConfigError:
     )
 
 
-class ObserveCallback(_Callback):
+class ObserveCallback(ObservedLoop, _Callback):
     """Observe the steps of ``fit`` as `shardwise.observe` does; ``options`` are its own.
 
     For ``Trainer(strategy="shardwise", callbacks=[ObserveCallback("runs/a")])``. It records waits
     for batches, saves and the tokens of a batch. Every ``log_every_n_steps`` it records the loss
-    and the module's logs, which waits for the device. Validation is left out.
+    and the module's logs, which waits for the device. Validation is left out. ``run`` is the
+    observation; it is None before ``fit`` begins and after it ends.
 
     **Raises** ConfigError as training begins, if the module is not sharded.
     """
 
-    def __init__(self, output: str | Path | None = None, **options: Any) -> None:
-        super().__init__()
-        self._loop = ObservedLoop(output, options)
-        self._num_logged = 0
-
-    @property
-    def run(self) -> Observation | None:
-        """The observation; None before ``fit`` begins and after it ends."""
-        return self._loop.run
+    _num_logged = 0  # steps
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: nn.Module) -> None:
         """Begin to observe."""
         self._num_logged = trainer.global_step
-        self._loop.begin(pl_module, trainer.optimizers, trainer.global_step)
-        self._loop.go_into("data")
+        self._begin(pl_module, trainer.optimizers, trainer.global_step)
+        self._go_into("data")
 
     def on_train_batch_start(self, *_: object) -> None:
         """End the wait for a batch."""
-        self._loop.go_into("")
+        self._go_into("")
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: nn.Module, outputs: object, *_: object
@@ -361,27 +334,27 @@ class ObserveCallback(_Callback):
             self._num_logged = step
             loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
             if is_number(loss):  # Lightning divides it by the number of micro-batches
-                self._loop.log({"loss": float(loss) * trainer.accumulate_grad_batches})
-            self._loop.log(trainer.callback_metrics)
-        self._loop.go_into("data")
+                self._log({"loss": float(loss) * trainer.accumulate_grad_batches})
+            self._log(trainer.callback_metrics)
+        self._go_into("data")
 
     def on_validation_start(self, *_: object) -> None:
         """Pause during validation."""
-        self._loop.go_into(PAUSE)
+        self._go_into(PAUSE)
 
     def on_validation_end(self, *_: object) -> None:
         """Count the wait for the next batch."""
-        self._loop.go_into("data")
+        self._go_into("data")
 
     def on_train_end(self, *_: object) -> None:
         """End the observation."""
-        self._loop.end()
+        self._end()
 
     def on_exception(
         self, trainer: "pl.Trainer", pl_module: nn.Module, exception: BaseException
     ) -> None:
         """End the observation without the other ranks, which may be stopped."""
-        self._loop.end(exception)
+        self._end(exception)
 
 
 _pl.strategies.StrategyRegistry.register(

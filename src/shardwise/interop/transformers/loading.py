@@ -25,6 +25,7 @@ from transformers.models.auto.auto_factory import _BaseAutoModelClass, _get_mode
 from transformers.utils.loading_report import LoadStateDictInfo, log_state_dict_report
 
 from shardwise.checkpoint.all_ranks import on_all_ranks
+from shardwise.checkpoint.restore import tensors_differ
 from shardwise.checkpoint.source import Source
 from shardwise.config import PrecisionLike, Schedule, Units, UnitsLike
 from shardwise.convert.huggingface import open_huggingface, open_weight_files
@@ -50,7 +51,6 @@ _REFUSED = {
     "gguf_file": "the weights are read from safetensors files",
     "output_loading_info": "read the report that is logged",
 }
-_COMPARED_BYTES = 64 << 20
 
 
 def from_pretrained(
@@ -314,7 +314,10 @@ def _tie(model: Any, source: Source, recipes: dict[str, Recipe], report: LoadSta
     for target, original in list(model.all_tied_weights_keys.items()):
         if target not in recipes or original not in recipes:
             continue
-        if _are_equal(source, recipes[target], recipes[original]):
+        pair = recipes[target], recipes[original]
+        infos = [recipe.sources[0][1] for recipe in pair if recipe.converter is None]
+        # Converted tensors count as different.
+        if len(infos) == 2 and not tensors_differ(source, *infos):
             del recipes[target]
             report.missing_keys.add(target)
         else:
@@ -324,15 +327,3 @@ def _tie(model: Any, source: Source, recipes: dict[str, Recipe], report: LoadSta
                 "values: they are not tied. tie_word_embeddings=False silences this"
             )
     model.tie_weights(missing_keys=report.missing_keys, recompute_mapping=False)
-
-
-def _are_equal(source: Source, one: Recipe, other: Recipe) -> bool:
-    """Compare two stored tensors piece by piece; converted ones count as different."""
-    if one.converter is not None or other.converter is not None:
-        return False
-    (_, a), (_, b) = one.sources[0], other.sources[0]
-    if (a.dtype, a.shape) != (b.dtype, b.shape):
-        return False
-    step = _COMPARED_BYTES // 8
-    ranges = [(lo, min(lo + step, a.numel)) for lo in range(0, a.numel, step)]
-    return all(torch.equal(source.read(a, *r), source.read(b, *r)) for r in ranges)

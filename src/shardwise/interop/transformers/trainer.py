@@ -39,7 +39,6 @@ from shardwise.interop.observed_loop import PAUSE, ObservedLoop
 from shardwise.interop.peft import load_adapter, save_adapter
 from shardwise.interop.transformers.loading import load_weights
 from shardwise.interop.transformers.saving import prepare, save_weights
-from shardwise.monitor.observer import Observation
 from shardwise.parallel.clipping import clip_grad_norm_
 from shardwise.versions import load_neighbour
 
@@ -48,44 +47,37 @@ _Base: Any = object  # a class of Trainer, which comes after `_Sharded` in `trai
 _OWN_FIGURES = ("_runtime", "_per_second", "epoch")  # that Trainer logs about its speed
 
 
-class ObserveCallback(transformers.TrainerCallback):  # type: ignore[misc, unused-ignore]
+class ObserveCallback(ObservedLoop, transformers.TrainerCallback):  # type: ignore[misc, unused-ignore]
     """Observe the steps of a Trainer as `shardwise.observe` does; ``options`` are its own.
 
     For ``Trainer(..., callbacks=[ObserveCallback("runs/a")])`` on every rank, with the `Trainer` of
     this package or the stock one. It records waits for batches, saves, tokens and Trainer's logs;
-    evaluations are left out. Put ``with callback:`` around ``train()`` of the stock Trainer, so
-    that the record of a run that raises has its end.
+    evaluations are left out. ``run`` is the observation, None before training and after it. Put
+    ``with callback:`` around ``train()`` of the stock Trainer, so that the record of a run that
+    raises has its end.
 
     **Raises** ConfigError as training begins, if the model is not sharded.
     """
-
-    def __init__(self, output: str | Path | None = None, **options: Any) -> None:
-        self._loop = ObservedLoop(output, options)
-
-    @property
-    def run(self) -> Observation | None:
-        """The observation; None before training begins and after it ends."""
-        return self._loop.run
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
-        self._loop.end(error)
+        self._end(error)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **objects: Any
     ) -> None:
         """Begin to observe."""
-        self._loop.begin(objects["model"], objects["optimizer"], state.global_step)
+        self._begin(objects["model"], objects["optimizer"], state.global_step)
 
     def on_epoch_begin(self, *_: object, **objects: object) -> None:
         """Count the wait for the first batch of an epoch."""
-        self._loop.go_into("data")
+        self._go_into("data")
 
     def on_step_begin(self, *_: object, **objects: object) -> None:
         """End the wait for batches."""
-        self._loop.go_into("")
+        self._go_into("")
 
     def on_step_end(
         self,
@@ -96,23 +88,23 @@ class ObserveCallback(transformers.TrainerCallback):  # type: ignore[misc, unuse
     ) -> None:
         """Count the next phase. See Note [Callbacks of Trainer]."""
         is_saved = "save" if control.should_save else "data"
-        self._loop.go_into(PAUSE if control.should_evaluate else is_saved)
+        self._go_into(PAUSE if control.should_evaluate else is_saved)
 
     on_epoch_end = on_evaluate = on_save = on_step_end
 
     def on_prediction_step(self, *_: object, **objects: object) -> None:
         """Pause: no flag announces some evaluations."""
-        self._loop.go_into(PAUSE)
+        self._go_into(PAUSE)
 
     def on_log(self, *_: object, **objects: Any) -> None:
         """Record Trainer's logs without its figures of speed."""
         logs = objects.get("logs") or {}
         if "train_runtime" not in logs:
-            self._loop.log({k: v for k, v in logs.items() if not k.endswith(_OWN_FIGURES)})
+            self._log({k: v for k, v in logs.items() if not k.endswith(_OWN_FIGURES)})
 
     def on_train_end(self, *_: object, **objects: object) -> None:
         """End the observation."""
-        self._loop.end()
+        self._end()
 
 
 class _Sharded(_Base):

@@ -1,17 +1,72 @@
-"""Files that a resume reads and cuts: metrics, settings, the folder of an earlier run."""
+"""Files of a run: metrics, checkpoints before it, settings of a resume; the text at its end."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 
 from shardwise.errors import ConfigError
+from shardwise.keys import names_in
 from shardwise.monitor.lines import JsonLines
-from shardwise.progress import byte_bar
+from shardwise.progress import byte_bar, run_bar
 from shardwise.train.checks import check_output, checkpoints_path, metrics_path
 from shardwise.train.config import TrainConfig
 from shardwise.train.saves import find_changes
-from shardwise.train.summary import RunResult, StateBytes, format_result
+from shardwise.train.summary import (
+    RunResult,
+    StateBytes,
+    compare,
+    format_result,
+)
+
+
+def test_each_line_is_json_and_is_there_at_once(tmp_path):
+    path = tmp_path / "new" / "metrics.jsonl"
+    with JsonLines(path) as metrics:
+        metrics.write(step=1, loss=2.5)
+        assert json.loads(path.read_text()) == {"step": 1, "loss": 2.5}
+        metrics.write(step=2, loss=2.0, grad_norm=math.inf)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert lines[1] == {"step": 2, "loss": 2.0, "grad_norm": None}
+    with JsonLines(None) as metrics:  # of other ranks
+        metrics.write(step=1)
+    assert list(tmp_path.iterdir()) == [path.parent]
+
+
+def test_an_earlier_run_is_not_written_over(tmp_path):
+    config = TrainConfig(output=tmp_path)
+    check_output(config)
+    metrics_path(config).write_text("")
+    check_output(config)
+    metrics_path(config).write_text("{}\n")
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl holds.*overwrite: true"):
+        check_output(config)
+    check_output(config.model_copy(update={"overwrite": True}))
+
+
+def test_the_summary_compares_with_plain_data_parallelism_and_with_the_plan():
+    result = RunResult(unigram_entropy=3.25, eval_loss=1.5, sample="def f\x1b[2J", wall_s=9.0)
+    state = StateBytes(300, 300, 600, replicated_bytes=3200, num_params=200)
+    for step, step_s in enumerate((9.0, 0.5, 0.4, 0.6), 1):  # the first time is not counted
+        result.add_step(step, 5.0 - step, step_s, 100, state)
+    result.state_bytes_of_ranks, result.peak_bytes_of_ranks = [1200, 1100], [2048, 2048]
+    text = format_result(result, TrainConfig())
+    for part in ("2.500 nats", "1.500 held out", "3.250", "16.0 bytes per parameter", "38%"):
+        assert part in text
+    assert "\x1b" not in text and "predicted" not in text
+    result.state_bytes_of_ranks, result.added_bytes_of_ranks = [2048, 1024], [3072, 4096]
+    config = TrainConfig(
+        predicted_step_s=0.55, predicted_state_bytes=2048, predicted_peak_bytes=2048
+    )
+    lines = compare(config, result)
+    assert lines == [
+        "step time 0.55 s, measured 0.5 s (+10.0%)",
+        "state 2 KiB, measured 2 KiB (+0.0%)",
+        "peak 2 KiB, measured 4 KiB (-50.0%)",
+    ]
+    assert compare(TrainConfig(), result) == []
+    assert all(line in format_result(result, config) for line in lines[:1])
 
 
 def test_metrics_after_the_resumed_step_are_cut_off(tmp_path):
@@ -24,6 +79,8 @@ def test_metrics_after_the_resumed_step_are_cut_off(tmp_path):
         metrics.write(step=3, loss=2.0)
     assert path.read_text() == "".join(kept) + '{"step": 3, "loss": 2.0}\n'
     assert list(tmp_path.iterdir()) == [path]
+    with JsonLines(path):  # a new run
+        assert path.read_text() == ""
 
 
 def test_the_metrics_change_at_once(tmp_path, monkeypatch):
@@ -42,6 +99,9 @@ def test_the_metrics_change_at_once(tmp_path, monkeypatch):
 
 
 def test_the_bytes_of_a_load_are_shown_on_a_terminal_only(capsys, monkeypatch):
+    with run_bar(2, shown=True) as advance:
+        advance("loss 1")
+    assert capsys.readouterr().out.strip() == ""
     for terminal in ("", "1"):
         monkeypatch.setenv("FORCE_COLOR", terminal)
         with byte_bar("load", None) as progress:
@@ -51,13 +111,6 @@ def test_the_bytes_of_a_load_are_shown_on_a_terminal_only(capsys, monkeypatch):
     with byte_bar("load", None, shown=False) as progress:
         progress(1)
     assert capsys.readouterr().out == ""
-
-
-def test_a_new_run_starts_with_no_lines(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 0}\n')
-    with JsonLines(path):
-        assert path.read_text() == ""
 
 
 def make_steps(config, *steps):
@@ -93,12 +146,6 @@ def test_a_step_to_resume_from_must_be_there_and_the_newest(tmp_path):
 SAVED = {**TrainConfig().model_dump(mode="json"), "source": "abc"}
 
 
-def test_what_is_the_same_is_not_told():
-    assert find_changes(SAVED, dict(SAVED), 2, 2) == []
-    quiet = {"output": "elsewhere", "prompt": "x", "eval_every": 3, "save_every": 1, "threads": 2}
-    assert find_changes(SAVED, {**SAVED, **quiet}, 2, 2) == []
-
-
 @pytest.mark.parametrize("key", ["dim", "layers", "heads", "kv_heads", "tied_head", "optimizer"])
 def test_another_model_is_refused(key):
     with pytest.raises(ConfigError, match=f"^{key}: the checkpoint is of a model with {key}"):
@@ -121,7 +168,8 @@ def test_every_key_is_refused_told_or_known_to_change_nothing():
     silent = {"eval_every", "prompt", "sample_tokens", "output", "overwrite", "ranks", "threads"}
     silent |= {"observe", "hang_timeout", "prefetch_bytes", "bucket_bytes", "loss_scale"}
     panels = ("Checkpoints", "Plan")
-    silent |= {k for k, v in TrainConfig.model_fields.items() if panel(v) in panels}
+    silent |= set(names_in(TrainConfig, *panels))
+    assert find_changes(SAVED, dict(SAVED), 2, 2) == []
     for key in TrainConfig.model_fields:
         try:
             told = bool(find_changes(SAVED, {**SAVED, key: "other"}, 1, 1))
@@ -135,10 +183,6 @@ def test_a_key_that_an_older_version_did_not_have_is_not_told_as_changed():
     older = {key: value for key, value in SAVED.items() if key not in new}
     assert find_changes(older, {**SAVED, "dp_replicate": 1, "units": None}, 1, 1) == []
     assert find_changes(older, {**SAVED, "dp_replicate": 2}, 1, 1) == ["dp_replicate: 1 -> 2"]
-
-
-def panel(field):
-    return json.loads(json.dumps(field.json_schema_extra))["panel"]
 
 
 def test_the_summary_tells_the_last_checkpoint_and_the_stall():
