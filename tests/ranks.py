@@ -25,7 +25,6 @@ import faulthandler
 import gc
 import importlib
 import inspect
-import logging
 import multiprocessing
 import os
 import pickle
@@ -249,19 +248,6 @@ class Ranks:
 
 _open: list[Ranks] = []
 _pools: dict[int, Ranks] = {}  # by world size
-
-
-@contextlib.contextmanager
-def hearing() -> Iterator[list[str]]:
-    """Yield a list of the messages that the package logs inside."""
-    heard: list[str] = []
-    handler, log = logging.Handler(), logging.getLogger("shardwise")
-    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
-    log.addHandler(handler)
-    try:
-        yield heard
-    finally:
-        log.removeHandler(handler)
 
 
 def run_ranks(

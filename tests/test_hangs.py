@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -340,31 +339,3 @@ def test_what_is_no_time_is_refused(wrong):
 def test_a_main_thread_that_computes_is_in_no_wait_of_torchs():
     assert torch_call() is None
     assert "test_hangs.py" in lines_of_main()
-
-
-def wait_in_barrier(rank, world_size, folder):
-    """Return what a thread of rank 0 sees of its main thread, which waits in a barrier."""
-    seen = []
-
-    def look():
-        while (call := torch_call()) is None:
-            time.sleep(0.05)
-        seen.append(call.text)
-        Path(folder, "seen").touch()
-
-    if rank == 0:
-        thread = threading.Thread(target=look)
-        thread.start()
-        dist.barrier()
-        thread.join()
-        return seen[0]
-    while not Path(folder, "seen").exists():
-        time.sleep(0.05)
-    dist.barrier()
-    return ""
-
-
-def test_a_wait_in_a_call_of_torchs_is_seen_from_another_thread():
-    with tempfile.TemporaryDirectory() as folder:
-        found = run_ranks(wait_in_barrier, 3, folder)
-    assert found[0] == "torch's barrier over ranks 0, 1, 2"

@@ -15,12 +15,12 @@ from xml.etree import ElementTree
 import pytest
 
 from commands import call_command
-from records import facts, memory, step_line, write_record
+from records import FINDINGS, facts, memory, step_line, write_record
 from shardwise import svg
 from shardwise.charts import Bar, areas_chart
 from shardwise.errors import ConfigError
 from shardwise.keys import checked_value
-from shardwise.monitor.findings import Change, Diagnosis, Finding, Gain
+from shardwise.monitor.findings import Change, Diagnosis, Finding
 from shardwise.monitor.lines import read_lines, read_newest
 from shardwise.monitor.metrics import (
     ENGINE,
@@ -302,15 +302,8 @@ def test_the_memory_picture_has_every_moment_and_the_plan():
 
 
 def test_findings_are_told_with_change_and_gain(tmp_path):
-    small = Finding("B1", "warning", "small", "verdict b", {"x": 2.0}, "why b")
-    large = Finding(
-        *("A9", "critical", "large", "verdict a", {"exposed_share": 0.25}, "why a"),
-        changes=(Change("bucket_bytes", 1, "32MiB"),),
-        gain=Gain(0.5, "s/step", "the plan", 0.75),
-        rank=1,
-    )
     record = read_run(write_record(tmp_path))
-    page = report_html([ShownRun("a", record, Diagnosis((large, small)))])
+    page = report_html([ShownRun("a", record, Diagnosis(FINDINGS))])
     assert page.index("verdict a") < page.index("verdict b")
     for words in ("bucket_bytes: 32MiB (now 1)", "0.5 to 0.75", "the plan", "0.25", "rank 1"):
         assert words in page
