@@ -192,7 +192,7 @@ def test_transformers_models_take_the_plain_steps(rank, world_size, name):
     make = partial(make_mixtral, num_experts_per_tok=1) if name == "mixtral" else MODELS[name]
     settings = SETTINGS + [{"stage": 3, "layout": "flat"}] * (name == "llama")
     loss, batch = (loss_of_pictures, pictures) if name == "vit" else (own_loss, ids)
-    compare(rank, world_size, lambda: make().eval(), settings, loss, make_batch=batch)
+    compare(rank, world_size, lambda: make().eval(), settings, loss, batch=batch)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -4,6 +4,7 @@ import json
 import random
 from dataclasses import asdict
 
+from shardwise.monitor.findings import Change, Finding, Gain
 from shardwise.monitor.metrics import (
     DATA_S,
     EXPOSED_SHARE,
@@ -23,6 +24,17 @@ METRICS = (
     *(STEP_S, TOKENS_PER_S, EXPOSED_SHARE, OVERLAP_SHARE, MAX_ACTIVE_GIB, DATA_S),
     *("device/idle(%)", "comm/all_gather(ms)", "comm/reduce_scatter(ms)", "comm/sent(MiB)"),
     *("mfu(%)", "time_metrics/data_loading(%)", "offload/optimizer(ms)", "padding(%)"),
+)
+
+
+FINDINGS = (
+    Finding(
+        *("A9", "critical", "large", "verdict a", {"exposed_share": 0.25}, "why a"),
+        changes=(Change("bucket_bytes", 1, "32MiB"),),
+        gain=Gain(0.5, "s/step", "the plan", 0.75),
+        rank=1,
+    ),
+    Finding("B1", "warning", "small", "verdict b", {"x": 2.0}, "why b"),
 )
 
 

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from commands import call_command
-from decoders import SEQ, SHAPE, cluster_of_ranks, faster, make_model, make_plan
+from decoders import SEQ, SHAPE, cluster_of_ranks, make_model, make_plan
 from shardwise.errors import ConfigError
 from shardwise.homes import Offload
 from shardwise.plan.candidate import Candidate
@@ -25,6 +25,9 @@ run_plan = partial(call_command, "plan")
 run_simulate = partial(call_command, "simulate")
 
 DEEP = replace(SHAPE, layers=8)
+MIXED = replace(SHAPE, experts=Experts(8, 2, 96, shared=1, dense_layers=1))
+ALL_DENSE = replace(MIXED, experts=Experts(8, 2, 96, dense_layers=3))
+COUNTS = ("tp", "pp", "micro_batch", "accumulation")
 BOUNDARY = SEQ * SHAPE.dim * 2  # bytes of the stream, one window in bf16
 
 
@@ -102,29 +105,6 @@ def test_gpipe_takes_as_long_as_1f1b_and_has_all_micro_batches_in_flight():
     assert each[1] == each[2] > 0
 
 
-def test_sends_between_nodes_take_longer_than_inside_one():
-    inside = make_plan(DEEP, pp=2, accumulation=4)
-    between = make_plan(DEEP, make_cluster("h100", 2, gpus_per_node=1), pp=2, accumulation=4)
-    assert between.sends_s > inside.sends_s > 0
-    quick = make_plan(DEEP, faster(inside.cluster, links=100.0), pp=2, accumulation=4)
-    assert quick.sends_s < inside.sends_s
-    assert inside.played.program.sent_bytes["pp.send"] == 4 * BOUNDARY
-
-
-@pytest.mark.parametrize("stages", [1, 2, 3, 8])
-@pytest.mark.parametrize("tensor", [1, 2])
-def test_flops_are_of_the_whole_model_whatever_the_degrees(stages, tensor):
-    made = make_plan(DEEP, pp=stages, tp=tensor, accumulation=3)
-    whole = make_plan(DEEP, accumulation=3)
-    assert made.flops_per_step == pytest.approx(whole.flops_per_step, rel=1e-6)
-
-
-def test_the_stages_of_a_pipeline_have_all_layers_once():
-    stages = make_model(DEEP).stages(Candidate(pp=3)).values()
-    names = [u.name for tape in stages for u in tape.units if u.name.startswith("layers")]
-    assert names == [f"layers.{i}" for i in range(8)]
-
-
 @pytest.mark.parametrize(("stages", "dense", "shown"), [(4, 0, {0, 1, 3}), (4, 3, {0, 1, 2, 3})])
 def test_every_stage_that_no_other_is_like_is_planned(stages, dense, shown):
     """With dense layers first, one in the middle that has experts is the largest."""
@@ -198,11 +178,17 @@ def test_ways_of_attention_are_priced_by_what_they_send():
         ({"cp": 8, "cp_method": "heads"}, ["cp=8", "4 heads", "gather"]),
         ({"cp": 4, "tp": 2, "cp_method": "heads"}, ["cp=4", "2 heads", "gather"]),
         ({"cp": 64, "cp_method": "ring"}, ["cp=64", "2 x cp", "64 tokens", "gather"]),
+        ({"num_shards": 3, "ep": 3}, ["ep=3", "8 experts"]),
+        ({"num_shards": 2, "ep": 4}, ["ep=4", "dp_shard x cp x tp = 2 x 1 x 1"]),
+        ({"num_shards": 2, "ep": 2, "shape": SHAPE}, ["ep=2", "experts, and it has none"]),
+        ({"num_shards": 2, "ep": 2, "shape": ALL_DENSE}, ["ep=2", "experts, and it has none"]),
+        *(({name: 0}, [f"{name} must be at least 1, got 0"]) for name in COUNTS),
     ],
 )
 def test_a_degree_that_the_shape_cannot_have_is_refused(degrees, words):
+    shape, candidate = degrees.pop("shape", MIXED), Candidate(**degrees)
     with pytest.raises(ConfigError) as error:
-        make_plan(**degrees)
+        make_model(shape).tape(candidate)
     assert all(word in str(error.value) for word in words)
 
 

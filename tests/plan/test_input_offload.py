@@ -141,22 +141,6 @@ def test_each_input_but_the_last_goes_and_comes_once_and_the_device_has_two():
     assert (BLOCKS - 3) * each <= forward[0] - forward[1] <= (BLOCKS - 1) * each
 
 
-def test_micro_batches_in_flight_have_memory_each():
-    config = TrainConfig(data="-", dim=DIM, layers=2 * BLOCKS, heads=2, seq=SEQ, vocab=VOCAB)
-    model = ShapedModel("decoder", config.shape(VOCAB), SEQ)
-    two = replace(candidate_of("fp32", None, HOST), pp=2, accumulation=4)
-    stages = model.stages(two)
-    each = (BLOCKS - 1) * ROWS * SEQ * DIM * 4
-    assert [play(tape, two).host.total for tape in stages.values()] == [2 * each, each]
-    plain = replace(two, offload=Offload())
-    for number, tape in stages.items():
-        begins = [
-            next(m.ledger.activations for m in play(tape, c).peaks if m.phase == "loss")
-            for c in (plain, two)
-        ]
-        assert begins[0] - begins[1] == (2 - number) * each
-
-
 def test_a_search_moves_inputs_only_where_nothing_fits_without():
     source = find_model("llama-3.2-1b")
     assert source.shape is not None

@@ -186,11 +186,6 @@ def test_keys_that_a_config_class_does_not_know_are_told_of(tmp_path):
     assert find_model(str(path)).notes == (f"{path}: no keys of LlamaConfig: zzz",)
 
 
-def test_an_empty_name_is_told():
-    with pytest.raises(ConfigError, match="the name is empty"):
-        find_model(" ")
-
-
 def test_parameters_that_get_no_gradient_are_told_of(tmp_path):
     file = tmp_path / "part.py"
     file.write_text(

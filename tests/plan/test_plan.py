@@ -26,11 +26,6 @@ from shardwise.plan.planning import plan
 
 FEW = settings(max_examples=25)
 STAGES = st.integers(0, 3)
-STATE = ("param_shards", "param_full", "grad_shards", "optimizer_state")
-
-
-def state_of(made):
-    return sum(made.played.resting.lines()[name] for name in STATE)
 
 
 # -- which way figures move
@@ -140,14 +135,6 @@ def test_the_verdict_compares_the_interval_with_the_device():
         memory = replace(made.memory, low_bytes=most + low, high_bytes=most + high)
         assert isinstance(memory, MemoryInterval)
         assert replace(made, memory=memory).verdict == verdict
-
-
-def test_a_pipeline_has_fewer_parameters_per_rank_and_idles_less_with_more_micro_batches():
-    shape = replace(SHAPE, layers=4)
-    whole = make_plan(shape, num_shards=1, accumulation=8)
-    halves = [make_plan(shape, num_shards=1, pp=2, accumulation=m) for m in (2, 8)]
-    assert all(state_of(p) < state_of(whole) for p in halves)
-    assert halves[1].tokens_per_s > halves[0].tokens_per_s
 
 
 def test_a_plan_has_a_name_for_every_unit_and_an_assumption_with_its_source():

@@ -91,14 +91,6 @@ def test_bars_of_memory_follow_each_other_to_what_the_verdict_says(tiny, capsys)
         assert verdict == "will not fit" if low > edge else "fits" if high < edge else "tight"
 
 
-def test_json_has_the_plan_and_nothing_else(tiny, capsys):
-    assert run_plan([str(tiny), "--json", "--precision", "pure_bf16"]) == 0
-    facts = json.loads(capsys.readouterr().out)
-    assert facts["kind"] == "plan"
-    assert facts["candidate"]["num_shards"] == 2
-    assert facts["candidate"]["precision"] == "pure_bf16"
-
-
 def test_names_are_listed(capsys):
     assert run_plan(["--list"]) == 0
     text = words(capsys)

@@ -303,6 +303,7 @@ def test_flags_win_over_files_and_what_a_file_says_in_vain_is_noted(tmp_path):
         ("none.py:make", {}, ["none.py", "no such file"]),
         ("none.py", {}, ["none.py:factory"]),
         ("some/model", {}, ["some/model", "Nothing is downloaded"]),
+        (" ", {}, ["the name is empty"]),
         ("demo", {"deepspeed": "none.json"}, ["none.json"]),
         ("demo", {"calibration": "none.json"}, ["none.json"]),
         (None, {}, ["MODEL", "--params"]),
@@ -312,8 +313,6 @@ def test_a_name_that_is_not_there_is_told_with_what_is_near(name, flags, words):
     with pytest.raises(ConfigError) as error:
         setup = set_up(name, ask(**flags))
         setup.prices_of(setup.candidate)
-        from shardwise.plan.planning import plan
-
         plan(setup.model, setup.cluster, setup.candidate)
     assert [word for word in words if word not in str(error.value)] == []
 

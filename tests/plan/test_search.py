@@ -4,14 +4,11 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-import torch
-from torch import nn
 
 from decoders import SEQ, SHAPE, cluster_of_ranks, make_model
 from shardwise.errors import ConfigError
 from shardwise.homes import Offload
 from shardwise.plan.candidate import Candidate
-from shardwise.plan.model.models import ModelSource, TracedModel
 from shardwise.plan.planning import plan
 from shardwise.plan.searching import Limits, Space, search
 from shardwise.quantities import format_bytes
@@ -165,45 +162,6 @@ def test_state_that_does_not_fit_is_told_without_playing():
     assert found.winner is None
     assert found.num_played == 0
     assert all("optimizer state alone" in r.reason for r in found.rejected)
-
-
-def build(frozen, dtype):
-    with torch.device("meta"):
-        layers = [nn.Linear(8192, 8192) for _ in range(20)]
-        tower = nn.Sequential(nn.Embedding(100, 8192), *layers).to(dtype)
-    tower[1:].requires_grad_(not frozen)
-    return tower
-
-
-@pytest.mark.parametrize(
-    ("frozen", "dtype"),
-    [(True, torch.float32), (False, torch.bfloat16), (False, torch.float32)],
-)
-def test_a_plan_that_fits_is_not_rejected_by_its_state(frozen, dtype):
-    """20 layers of 256 MiB: frozen they have no optimizer state, in bfloat16 half of all."""
-    source = ModelSource(
-        "tower",
-        8,
-        lambda checkpointed: build(frozen, dtype),
-        lambda micro_batch, seq: torch.zeros(micro_batch, seq, dtype=torch.int64),
-        lambda model, ids: model(ids).float().sum(),
-    )
-    model = TracedModel(source)
-    candidate = replace(BASE, precision="fp32", stage=1)
-    made = plan(model, CLUSTER, candidate)
-    state = made.played.resting
-    bare = state.param_shards + state.param_full + state.optimizer_state
-    space = replace(
-        Space(candidate), stages=(1,), activation_checkpointing=("none",), prefetch_units=(1,)
-    )
-    space = replace(space, micro_batches=(1,))
-    found = search(model, CLUSTER, space, Limits(max_memory_bytes=made.memory.high_bytes))
-    assert found.winner is not None
-    played = search(model, CLUSTER, space, Limits(max_memory_bytes=bare))
-    assert not any("optimizer state alone" in r.reason for r in played.rejected)
-    pruned = search(model, CLUSTER, space, Limits(max_memory_bytes=bare - 1))
-    assert all("optimizer state alone" in r.reason for r in pruned.rejected)
-    assert pruned.num_played == 0
 
 
 def test_each_micro_batch_that_was_asked_for_has_a_reason():

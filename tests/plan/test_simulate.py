@@ -127,21 +127,6 @@ def test_a_program_without_operations_takes_no_time():
     assert (made.step_s, made.exposed_s, made.overlap, made.critical_path) == (0, 0, 1, ())
 
 
-class Given:
-    """Seconds of operations as they are given, in the order of the program."""
-
-    overlap = 1.0
-
-    def __init__(self, seconds):
-        self._queue = iter(seconds)
-
-    def seconds(self, op):
-        return next(self._queue)
-
-    def assumptions(self):
-        return ()
-
-
 @settings(max_examples=150, deadline=None)
 @given(
     programs_with_times(),
@@ -165,11 +150,9 @@ def test_one_slow_rank_makes_the_step_as_long_as_if_all_were_slow(made, shape, d
         return times[index] * factor
 
     expected = event_simulation(ops, took, *shape)
-    priced, factors = Given(times), {Compute: device, Collective: link}
-    one = simulate(
-        Program(("", "a", "b"), tuple(ops)),
-        lambda op: priced.seconds(op) * factors.get(type(op.work), 1.0),
-    )
+    factors = {Compute: device, Collective: link}
+    slowed = [s * factors.get(type(op.work), 1.0) for op, s in zip(ops, times, strict=True)]
+    one = timed(ops, slowed)
     assert one.step_s == max(end for _, end in expected.values())
     assert [(span.start_s, span.end_s) for span in one.spans] == [
         expected[index, *slow] for index in range(len(ops))

@@ -111,17 +111,6 @@ def test_operations_carry_the_names_of_the_engines_spans():
     assert slices_of(trace, "to_host") == [("offload layers.0", 14001, 500)]
 
 
-def test_a_wait_is_named_after_what_it_waits_for():
-    trace = simulated_trace(made(third=1e-3))
-    names = [name for name, _, _ in slices_of(trace, "compute")]
-    assert names[:4] == [
-        "shardwise.wait_unshard()",
-        "forward (root)",
-        "shardwise.wait_unshard(layers.0)",
-        "forward layers.0",
-    ]
-
-
 def test_arguments_say_how_much_an_operation_does():
     by_name = {
         e["name"]: e["args"] for e in simulated_trace(made())["traceEvents"] if e["ph"] == "X"

@@ -172,7 +172,7 @@ def test_gradients_that_join_a_sum_are_alive_one_by_one(checkpointed):
 def test_a_tape_ends_with_the_gradients_and_nothing_else(checkpointed):
     tape = tape_of(decoder_source(tied_head=True), checkpointed, compute_dtype="bfloat16")
     works = [e for e in tape.events if isinstance(e, Work)]
-    assert sum(w.net.grads for w in works) == 2 * num_params_of(tape)
+    assert sum(w.net.grad_full for w in works) == 2 * num_params_of(tape)
     assert sum(w.net.activations for w in works) == sum(w.net.logits for w in works) == 0
     assert all(w.net.temporary == 0 for w in works)
     assert all(w.peak.total >= max(0, w.net.total) for w in works)
@@ -297,7 +297,7 @@ def test_units_open_and_close_in_backward_as_often_as_they_should():
         ("after_backward", "layers.0"),
         ("after_backward", ""),
     ]
-    grads = sum(e.net.grads for e in tape.events if isinstance(e, Work))
+    grads = sum(e.net.grad_full for e in tape.events if isinstance(e, Work))
     assert grads == 4 * 2 * 72
     assert all(isinstance(b, Work) for a, b in pairwise(tape.events) if isinstance(a, Visit))
 

@@ -86,10 +86,7 @@ def test_a_run_goes_on_over_any_degrees_as_one_process_does(tmp_path, kind):
         ({"tp": 4}, "tp: expected a divisor of kv_heads 2, got 4"),
         ({"cp": 5}, "cp: expected a divisor of seq 24, got 5"),
         ({"cp": 8, "tp": 2}, "tp: expected a divisor of seq 24 / cp 8, got 2"),
-        (
-            {"cp": 4, "tp": 2, "cp_method": "heads"},
-            "'heads' needs a cp that divides heads 4 / tp 2",
-        ),
+        ({"cp": 4, "tp": 2, "cp_method": "heads"}, "needs a cp that divides heads 4 / tp 2"),
         ({"cp": 8, "cp_method": "ring"}, "'ring' needs 2 x cp 8 to divide seq 24"),
         ({"cp": 2, "cp_method": "ring", "dropout": 0.1}, "cp_method: 'ring' needs no dropout"),
         ({"tp": 2, "cp": 2}, "axes: cp=2 x tp=2 = 4 does not divide 6 ranks"),

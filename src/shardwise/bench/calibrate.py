@@ -45,7 +45,7 @@ def calibrate(
         curves |= measure()
     progress("engine and overlap", 1.0)
     several = num_ranks > 1
-    host = kernels.host_seconds(watch)
+    forward_s, backward_s, checkpoint_s = kernels.host_seconds(watch)
     return Calibration(
         host=_host(device),
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -54,9 +54,9 @@ def calibrate(
         threads_per_rank=torch.get_num_threads(),
         overlap=network.measure_overlap(watch) if several else 1.0,
         message_s=network.message_seconds(watch) if several else 0.0,
-        unit_forward_s=host.forward,
-        unit_backward_s=host.backward,
-        checkpoint_s=host.checkpoint,
+        unit_forward_s=forward_s,
+        unit_backward_s=backward_s,
+        checkpoint_s=checkpoint_s,
         process_bytes=resident,
         context_bytes=network.context_bytes(device),
         curves=curves,

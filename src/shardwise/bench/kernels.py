@@ -20,7 +20,6 @@ comes: it takes three times as long then.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -310,15 +309,6 @@ _WIDTH = 128
 _TOKENS = 128
 
 
-@dataclass(frozen=True)
-class HostSeconds:
-    """Seconds of one unit's forward and backward, and of one checkpointed block in both."""
-
-    forward: float
-    backward: float
-    checkpoint: float
-
-
 class _Blocks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -339,8 +329,8 @@ class _Blocks(nn.Module):
         return stream
 
 
-def host_seconds(watch: Stopwatch) -> HostSeconds:
-    """Measure what a sharded and a checkpointed block take beyond a plain one.
+def host_seconds(watch: Stopwatch) -> tuple[float, float, float]:
+    """Measure what a sharded block's forward and backward, and a checkpointed block, take beyond.
 
     Each rank shards over itself alone: sending is measured with the collectives.
     """
@@ -358,8 +348,6 @@ def host_seconds(watch: Stopwatch) -> HostSeconds:
 
     (forward, backward), both, of_engine = map(measure, (plain, checkpointed, sharded))
     again = sum(both) - forward - backward - forward  # beyond running the forward once more
-    return HostSeconds(
-        max(0.0, of_engine[0] - forward) / _NUM_BLOCKS,
-        max(0.0, of_engine[1] - backward) / _NUM_BLOCKS,
-        max(0.0, again) / _NUM_BLOCKS,
-    )
+    beyond = of_engine[0] - forward, of_engine[1] - backward, again
+    first, second, third = (max(0.0, seconds) / _NUM_BLOCKS for seconds in beyond)
+    return first, second, third

@@ -156,7 +156,7 @@ def plan(
         candidate=candidate,
         num_params=model.num_params,
         seq=model.seq,
-        played=_with_traffic(largest.played, {**_degree_traffic(in_memory, candidate), **sent}),
+        played=_with_traffic(largest.played, sent),
         memory=memory.device,
         room=memory.room,
         simulated=slowest.simulated,
@@ -194,18 +194,6 @@ def _sends(
     each = 2 * send_seconds(num_bytes, group.num_nodes > 1, node)
     sent = {"pp.send": (candidate.accumulation * num_bytes, candidate.accumulation)}
     return (candidate.accumulation + stages - 1) * each, sent
-
-
-def _degree_traffic(tape: Tape, candidate: Candidate) -> dict[str, tuple[int, int]]:
-    """Return bytes and number of tensor, context and expert collectives in a rank's step."""
-    found: dict[str, tuple[int, int]] = {}
-    for cost in (c for e in tape.events if isinstance(e, Work) for c in e.costs):
-        if cost.kind in DEGREE_KINDS:
-            name = DEGREE_KINDS[cost.kind][1]
-            sent, num = found.get(name, (0, 0))
-            more = candidate.accumulation
-            found[name] = sent + more * cost.moved_bytes, num + more * cost.num_ops
-    return found
 
 
 def _with_traffic(played: Played, more: Mapping[str, tuple[int, int]]) -> Played:

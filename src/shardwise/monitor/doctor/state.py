@@ -120,7 +120,7 @@ def cost_of_offload(e: Evidence) -> Finding | None:
         return None
     e.check_cores(taken_s)
     behind_s = e.typical(m.BACKGROUND_STEP_MS, default=0.0) / 1e3
-    moved = [e.typical(m.transfers_ms(kind), default=0.0) / 1e3 for kind in m.TRANSFERS]
+    moved = [e.typical(m.TRANSFER_MS.format(kind), default=0.0) / 1e3 for kind in m.TRANSFERS]
     parts = {
         "the optimizer's step": own_s + max(behind_s, waited_s),
         "copies between device and host": sum(moved[:2]),

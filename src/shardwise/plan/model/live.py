@@ -212,13 +212,13 @@ class DecoderLive:
         begin += self._experts(shape) if shape.experts is not None else ()
         if len(grads) == 1:
             end = self._attention(shape, grads[0], 0)
-            return [_largest([*begin, *end], LiveBytes(-alive, grads=grads[0]))]
+            return [_largest([*begin, *end], LiveBytes(-alive, grad_full=grads[0]))]
         made = layer_bytes(shape, self.run)
         gone = self._of_shared(made) + made["output of experts"] + _sum(made, _EXPERTS)
         end = self._attention(shape, grads[0], gone)
         return [
-            _largest([*end], LiveBytes(gone - alive, grads=grads[0])),
-            _largest(begin, LiveBytes(-gone, grads=grads[1])),
+            _largest([*end], LiveBytes(gone - alive, grad_full=grads[0])),
+            _largest(begin, LiveBytes(-gone, grad_full=grads[1])),
         ]
 
     def _feed_forward(self, shape: DecoderShape) -> Iterator[Moment]:
@@ -364,8 +364,8 @@ class DecoderLive:
         """Return the bytes of the gradients of the head and of its input, and the bytes freed."""
         parts = self._logits // self.run.tp if self._is_whole else 0
         stream = 0 if self._norms_hold_input else self.stream
-        net = LiveBytes(stream - self._head_inputs(), logits=-self._logits, grads=head)
-        return LiveBytes(temporary=self._whole, logits=parts, grads=head), net
+        net = LiveBytes(stream - self._head_inputs(), logits=-self._logits, grad_full=head)
+        return LiveBytes(temporary=self._whole, logits=parts, grad_full=head), net
 
     def leave(self, table: int, grads: int) -> Live:
         """Return the gradient of the table beside the stream's, and the bytes freed.
@@ -374,10 +374,10 @@ class DecoderLive:
         they are reduced.
         """
         others = table * (self.run.tp - 1)
-        freed = LiveBytes(-self._own, logits=-self._output, grads=grads + others)
+        freed = LiveBytes(-self._own, logits=-self._output, grad_full=grads + others)
         if not self.run.first:
             return LiveBytes(), freed
-        return LiveBytes(temporary=self._gathered, grads=table + others), freed
+        return LiveBytes(temporary=self._gathered, grad_full=table + others), freed
 
 
 def _sum(made: Mapping[str, int], names: Sequence[str]) -> int:
@@ -393,8 +393,8 @@ def _largest(moments: Sequence[Moment], net: LiveBytes) -> Moments:
 def _moment(activations: int, temporary: int, grads: int, last: int) -> Moment:
     """Return a moment; ``last`` are bytes of the gradient that no sum has taken yet."""
     return (
-        LiveBytes(activations, temporary, grads=grads),
-        LiveBytes(activations, temporary, grads=last),
+        LiveBytes(activations, temporary, grad_full=grads),
+        LiveBytes(activations, temporary, grad_full=last),
     )
 
 

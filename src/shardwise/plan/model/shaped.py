@@ -91,49 +91,37 @@ class ShapedModel:
         for name in ("micro_batch", "accumulation", *ALL_DEGREES):
             if getattr(candidate, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(candidate, name)}")
-        shape, seq, tensor, context = self._shape, self.seq, candidate.tp, candidate.cp
-        experts = shape.experts
+        shape, seq, tp, cp, ep = self._shape, self.seq, candidate.tp, candidate.cp, candidate.ep
+        experts, method = shape.experts, candidate.cp_method
+
+        def refuse(is_wrong: bool, name: str, why: str) -> None:
+            if is_wrong:
+                raise ConfigError(f"{name}={getattr(candidate, name)}: {why}")
+
         widths = [(shape.heads, "heads")]
         if experts is None or experts.dense_layers:
             widths.append((shape.ffn, "columns of the feed-forward"))
         if experts is not None and experts.shared:
             widths.append((experts.shared * experts.ffn, "columns of the shared experts"))
         for size, what in widths:
-            if size % tensor:
-                raise ConfigError(f"tp={tensor}: expected a divisor of the model's {size} {what}")
-        if shape.kv_heads % tensor and tensor % shape.kv_heads:
-            raise ConfigError(
-                f"tp={tensor}: expected a divisor or a multiple of the model's "
-                f"{shape.kv_heads} key-value heads"
-            )
-        if candidate.pp > shape.layers:
-            raise ConfigError(
-                f"pp={candidate.pp}: expected at most one stage for each "
-                f"of the model's {shape.layers} layers"
-            )
-        if seq % context:
-            raise ConfigError(f"cp={context}: expected a divisor of the windows' {seq} tokens")
-        heads = shape.heads // tensor
-        if candidate.cp_method == "heads" and heads % context:
-            raise ConfigError(
-                f"cp={context}: by heads, expected a divisor of the {heads} heads that a rank has; "
-                "take cp_method gather"
-            )
-        if candidate.cp_method == "ring" and context > 1 and seq % (2 * context):
-            raise ConfigError(
-                f"cp={context}: by ring, expected 2 x cp to divide the windows' {seq} tokens; take "
-                "cp_method gather"
-            )
+            refuse(size % tp > 0, "tp", f"expected a divisor of the model's {size} {what}")
+        why = f"expected a divisor or a multiple of the model's {shape.kv_heads} key-value heads"
+        refuse(shape.kv_heads % tp > 0 and tp % shape.kv_heads > 0, "tp", why)
+        why = f"expected at most one stage for each of the model's {shape.layers} layers"
+        refuse(candidate.pp > shape.layers, "pp", why)
+        refuse(seq % cp > 0, "cp", f"expected a divisor of the windows' {seq} tokens")
+        heads, other = shape.heads // tp, "take cp_method gather"
+        why = f"by heads, expected a divisor of the {heads} heads that a rank has; {other}"
+        refuse(method == "heads" and heads % cp > 0, "cp", why)
+        why = f"by ring, expected 2 x cp to divide the windows' {seq} tokens; {other}"
+        refuse(method == "ring" and cp > 1 and seq % (2 * cp) > 0, "cp", why)
         num = 0 if experts is None or experts.dense_layers >= shape.layers else experts.num
-        if candidate.ep > 1 and (not num or num % candidate.ep):
-            have = f"{num} experts" if num else "experts, and it has none"
-            raise ConfigError(f"ep={candidate.ep}: expected a divisor of the model's {have}")
-        region = candidate.num_shards * context * tensor
-        if region % candidate.ep:
-            raise ConfigError(
-                f"ep={candidate.ep}: expected a divisor of dp_shard x cp x tp = "
-                f"{candidate.num_shards} x {context} x {tensor} = {region}"
-            )
+        have = f"{num} experts" if num else "experts, and it has none"
+        is_wrong = ep > 1 and (not num or num % ep > 0)
+        refuse(is_wrong, "ep", f"expected a divisor of the model's {have}")
+        region = candidate.num_shards * cp * tp
+        product = f"{candidate.num_shards} x {cp} x {tp} = {region}"
+        refuse(region % ep > 0, "ep", f"expected a divisor of dp_shard x cp x tp = {product}")
 
     def tape(self, candidate: Candidate, stage: int = 0) -> Tape:
         """Return one rank's micro-batch; with a pipeline, on one of its stages."""
@@ -154,8 +142,8 @@ class ShapedModel:
         works = [event for event in tape.events if isinstance(event, Work)]
         there = most = 0
         for work in works:
-            most = max(most, there + work.peak.total - work.peak.grads)
-            there += work.net.total - work.net.grads
+            most = max(most, there + work.peak.total - work.peak.grad_full)
+            there += work.net.total - work.net.grad_full
         inputs = sum(e.input_bytes for e in tape.events if isinstance(e, Visit))
         counts = Counter(cost for work in works for cost in work.costs)
         costs = (
@@ -239,7 +227,7 @@ def _tape(shape: DecoderShape, run: Execution) -> Tape:
     for layer, numbers in reversed(passes):
         work, *others = layer.backward
         net = replace(work.net, activations=work.net.activations + left)
-        work = replace(work, net=net, summed_net=work.summed_net and replace(net, grads=0))
+        work = replace(work, net=net, summed_net=work.summed_net and replace(net, grad_full=0))
         again = layer.recompute if run.runs_again else None
         events += _passed(numbers, whole, work, *others, again=again)
         left = 0
@@ -298,7 +286,7 @@ def _work(
 ) -> Work:
     """Return a work of the root; ``sums``: its peak is the same if gradients are summed at once."""
     if sums:
-        return Work(0, phase, costs, peak, net, peak, replace(net, grads=0))
+        return Work(0, phase, costs, peak, net, peak, replace(net, grad_full=0))
     return Work(0, phase, costs, peak, net)
 
 
@@ -321,7 +309,7 @@ def _layer(shape: DecoderShape, live: DecoderLive) -> _Layer:
         _work("forward", *live.layer_forward(shape), *layer_costs(shape, run)),
         _work("recompute", *live.recompute(shape), *recomputed_costs(shape, run)),
         [
-            Work(1, "backward", cost, peak, net, summed, replace(net, grads=0))
+            Work(1, "backward", cost, peak, net, summed, replace(net, grad_full=0))
             for cost, (peak, net, summed) in zip(costs, moments, strict=False)
         ],
     )
@@ -354,7 +342,7 @@ def _ends(live: DecoderLive) -> tuple[Work, Work, Work, Work, Work, Work, Work]:
     product = Cost("matmul", run.dtype, flops, head + moved, 1 if run.is_eager else 2)
     flops = 2 * shape.head_flops_per_token * run.tokens // run.tp
     products = Cost("matmul", run.dtype, flops, 2 * head + 2 * live.stream, 2)
-    of_norm = LiveBytes(grads=shape.norm_params * size)
+    of_norm = LiveBytes(grad_full=shape.norm_params * size)
     of_loss, again = live.loss(), live.loss_backward()
     if run.loss in ("eager", "held", "freed"):
         costs = [eager_cost("loss", shape, run, backward=b) for b in (False, True)]

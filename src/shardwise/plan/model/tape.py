@@ -89,32 +89,32 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class LiveBytes:
+class Lines:
+    """Bytes line by line: each field is one."""
+
+    @property
+    def total(self) -> int:
+        """Sum of all lines."""
+        return sum(vars(self).values())
+
+    def lines(self) -> dict[str, int]:
+        """Return the lines by name, in the order of the fields."""
+        return dict(vars(self))
+
+
+@dataclass(frozen=True)
+class LiveBytes(Lines):
     """Bytes alive that the model's own operations allocated, by kind.
 
     ``activations`` outlive the work that made them, ``temporary`` do not; ``logits`` are those of
-    the head's output and the loss, of either kind; ``grads`` are full gradients of parameters as
-    autograd writes them, which the engine takes away.
+    the head's output and the loss, of either kind; ``grad_full`` are full gradients of parameters
+    as autograd writes them, which the engine takes away.
     """
 
     activations: int = 0
     temporary: int = 0
     logits: int = 0
-    grads: int = 0
-
-    @property
-    def total(self) -> int:
-        """Sum of all kinds."""
-        return self.activations + self.temporary + self.logits + self.grads
-
-    def lines(self) -> dict[str, int]:
-        """Return them by their lines in the `Ledger`."""
-        return {
-            "activations": self.activations,
-            "temporary": self.temporary,
-            "logits": self.logits,
-            "grad_full": self.grads,
-        }
+    grad_full: int = 0
 
 
 @dataclass(frozen=True)

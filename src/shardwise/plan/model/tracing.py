@@ -4,7 +4,7 @@ Note [Bytes alive]
 The tape books what the module's operations allocate. Parameters are not in it (the engine owns
 them), inputs and buffers are apart. A full gradient is booked from the moment autograd writes it;
 at the unit's ``after_backward`` it is the engine's and leaves the books without a negative entry:
-summed over a tape, ``net.grads`` is the gradients of one micro-batch and the other kinds are zero.
+summed over a tape, ``net.grad_full`` is the gradients of one micro-batch, and all else is zero.
 
 A player takes a unit's gradients away at its ``after_backward``: they are all that works booked
 for its parameters, those of other units that use them included. A tied weight's gradient is booked
@@ -18,6 +18,7 @@ without one has no logits; its last bytes count as activations.
 import copy
 import logging
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -74,7 +75,7 @@ def trace(
     Events: visits with one `Work` after each, zero ones included; several where a checkpoint inside
     a unit recomputes, which no hook sees (transformers does so): there work of phase recompute and
     backward takes turns. The last one is after backward, when the loss has been dropped: summed
-    over the tape, only ``net.grads`` is not zero.
+    over the tape, only ``net.grad_full`` is not zero.
     A `Work` belongs to the innermost unit whose forward runs, or whose backward was begun last and
     is not over.
 
@@ -410,7 +411,7 @@ class _Recorder:
         changes = self.tracker.log[span.lo : span.hi]
         peak, net = self._peak_and_net(changes, span)
         inside = [(p, c) for p, c in self._written if span.lo < p <= span.hi]
-        if not inside and not net.grads and not peak.grads:
+        if not inside and not net.grad_full and not peak.grad_full:
             return Work(span.unit, span.phase, span.costs, peak, net, peak, net)
         for place, change in reversed(inside):
             changes.insert(place - span.lo, change)
@@ -427,11 +428,11 @@ class _Recorder:
         return self._sum(changes[:num_at_peak], span), self._sum(changes, span)
 
     def _sum(self, changes: list[Change], span: _Span) -> LiveBytes:
-        kinds = {"activations": 0, "temporary": 0, "logits": 0, "grads": 0}
+        kinds = Counter[str]()
         for serial, num_bytes in changes:
             life = self.tracker.lives[serial]
             if serial in self._grads:
-                kind = "grads"
+                kind = "grad_full"
             elif life.width == self._vocab:
                 kind = "logits"
             elif life.born >= span.lo and life.died is not None and life.died < span.hi:

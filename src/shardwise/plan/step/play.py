@@ -3,7 +3,7 @@
 Note [The step that is played]
 The second one and all after it: the order of the units is known, gradient buffers of the CPU are
 there, optimizer state exists. A step is ``accumulation`` micro-batches, one after the other,
-clipping if asked for, the optimizer's step and ``zero_grad``. Inside a micro-batch the engine's
+clipping, the optimizer's step and ``zero_grad``. Inside a micro-batch the engine's
 `Schedule` and `ReduceQueue` are called as the engine calls them, at the visits of the tape.
 
 Note [What an optimizer's step takes]
@@ -32,17 +32,15 @@ _UNFUSED_BYTES = 80  # of float32 AdamW per parameter; see the Note
 _UNFUSED_KERNELS = 8
 
 
-def play(tape: Tape, candidate: Candidate, *, clips: bool = True) -> Played:
+def play(tape: Tape, candidate: Candidate) -> Played:
     """Play one steady-state step of the rank that holds and sends the most: rank 0, as a rule.
-
-    ``clips``: the gradients' norm is clipped before the optimizer's step.
 
     **Cost** about 20 microseconds per event of the tape and micro-batch; no tensors.
     """
     player = _Player(tape, candidate)
     for number in range(candidate.accumulation):
         player.run(number)
-    player.step(clips)
+    player.step()
     return player.result()
 
 
@@ -177,7 +175,7 @@ class _Player:
         is_sum = unit.sums > 0 if unit.weight.written_grads else self._adds
         adds = is_sum and not unit.weight.sums_apart
         peak, net = _added(work, unit.weight.largest_grad) if adds else (work.peak, work.net)
-        unit.grads += 0 if adds else net.grads
+        unit.grads += 0 if adds else net.grad_full
         recorder.touch(peak.lines())
         for line, num_bytes in net.lines().items():
             recorder.add(line, num_bytes)
@@ -247,14 +245,13 @@ class _Player:
         self._schedule.end_pass()
 
     # -- the step
-    def step(self, clips: bool) -> None:
+    def step(self) -> None:
         """Clip, step, drop the gradients."""
         recorder = self._recorder
         recorder.unit = 0
         recorder.phase = "reduce"
         self._reductions.finish()
-        if clips:
-            self._clip()
+        self._clip()
         recorder.phase = "optimizer"
         recorder.look()
         here = [w for w in self._weights if not w.is_away]
@@ -316,8 +313,8 @@ def _added(work: Work, largest_grad: int) -> tuple[LiveBytes, LiveBytes]:
     """Return peak and net of a work whose gradients are added to sums and freed, one by one."""
     if work.summed_peak is not None and work.summed_net is not None:
         return work.summed_peak, work.summed_net
-    peak = replace(work.peak, grads=min(work.peak.grads, largest_grad))
-    return peak, replace(work.net, grads=0)
+    peak = replace(work.peak, grad_full=min(work.peak.grad_full, largest_grad))
+    return peak, replace(work.net, grad_full=0)
 
 
 # -- the optimizer's step

@@ -8,10 +8,10 @@ the other, in this order; an operation begins when its stream is free and all op
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Literal
 
-from shardwise.plan.model.tape import Cost
+from shardwise.plan.model.tape import DEGREE_KINDS, Cost, Lines
 from shardwise.plan.sizes import DtypeName
 from shardwise.plan.step.messages import Message
 
@@ -84,21 +84,7 @@ class Program:
 
 # -- bytes
 @dataclass(frozen=True)
-class _Lines:
-    """Bytes line by line: each field is one."""
-
-    @property
-    def total(self) -> int:
-        """Sum of all lines."""
-        return sum(self.lines().values())
-
-    def lines(self) -> dict[str, int]:
-        """Return the lines by name, in the order of the fields."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
-
-
-@dataclass(frozen=True)
-class Ledger(_Lines):
+class Ledger(Lines):
     """Bytes that one rank's device allocator holds for tensors; lines add up to ``total``.
 
     ``param_shards`` are the persistent slices with padding, ``param_full`` full copies beyond
@@ -134,7 +120,7 @@ ENGINES = (
 
 
 @dataclass(frozen=True)
-class Away(_Lines):
+class Away(Lines):
     """Bytes of one rank off the device, on the host or in files; lines add up to ``total``.
 
     ``grad_shards`` are the memory of reduced gradients, ``more_grads`` what those of a further
@@ -294,6 +280,10 @@ class Recorder:
         """Issue operations of the device, if there are any; return their index, or -1."""
         if not costs:
             return -1
+        for cost in costs:
+            if cost.kind in DEGREE_KINDS:
+                self._sent[DEGREE_KINDS[cost.kind][1]] += cost.moved_bytes
+                self._num[DEGREE_KINDS[cost.kind][1]] += cost.num_ops
         op = self._issue("compute", Compute(costs), unit, self.phase, self._waits)
         self._last_compute, self._waits = (op,), ()
         return op
