@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from records import write_record
+from records import facts, write_record
 from shardwise.errors import ConfigError
 from shardwise.monitor.doctor import LiveDoctor, diagnose
 from shardwise.monitor.findings import (
@@ -32,7 +32,6 @@ from shardwise.monitor.record import (
     NonFinite,
     OtherSave,
     OutOfMemory,
-    RunFacts,
     RunRecord,
     Save,
     StepLine,
@@ -82,21 +81,6 @@ def unit(name, **other):
     )
 
 
-def facts(**other):
-    told = {
-        "stage": 3,
-        "degrees": {"shard": 8},
-        "num_ranks": 8,
-        "device": "NVIDIA H100",
-        "device_bytes": 80 * GIB,
-        "bucket_bytes": 1 << 20,
-        "prefetch_bytes": None,
-        "units": layers(200),
-        "hosts": HOSTS,
-    }
-    return RunFacts(**told | other)
-
-
 def memory_line(engine_gib, other_gib):
     moment = Moment("b", "", {"param_full": int(engine_gib * GIB)}, int(other_gib * GIB))
     files = {"layers.0": {"optimizer_state": 8 * GIB}}
@@ -113,7 +97,8 @@ def run_of(changes=None, memory=None, values=None, waited_for=None, **of_facts):
         for n in range(1, 16)
     )
     own = {0: (memory or memory_line(30, 20), End(15, None))}
-    return RunRecord(Path("x"), facts(**of_facts), lines, own, idle_s=5.0)
+    told = {"device": "NVIDIA H100", "units": layers(200), "hosts": HOSTS, **of_facts}
+    return RunRecord(Path("x"), facts(num_ranks=8, **told), lines, own, idle_s=5.0)
 
 
 def waits(pairs):
