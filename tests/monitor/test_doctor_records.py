@@ -472,6 +472,11 @@ def test_a_rule_abstains_where_a_figure_of_a_line_is_no_number(code, name, tmp_p
     assert missing[code] == f"the figure {name}"
 
 
+def test_a_slow_loader_explains_a_straggler_of_its_own_rank_alone():
+    loader, late = (Finding(c, "warning", "t", "v", {}, "w", rank=5) for c in ("SW021", "SW020"))
+    assert loader.explains(late) and not loader.explains(replace(late, rank=4))
+
+
 def test_a_rank_died_after_the_last_step_that_any_rank_knows_of():
     by_rank = {
         0: (ended("CollectiveError", follows=True, during=23),),
