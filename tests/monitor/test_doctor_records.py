@@ -181,6 +181,9 @@ LATE = WAITED | {"time_metrics/compute(s)": OverRanks(0.6, 0.65, 0.95, 1, 5)}
 EXPOSED = {"comm/exposed(ms)": 300.0, "comm/waited(ms)": 300.0}
 COPIES = {"offload/to_device(ms)": 300.0, "offload/to_host(ms)": 90.0}
 OVER_HOSTS = {"degrees": {"replicate": 2, "shard": 4}}
+OFFLOAD = "Offload(optimizer='cpu')"
+OFFLOADED_INPUTS = "Offload(optimizer='device', activations='cpu')"
+HIDDEN = {"offload/beside(ms)": 700.0, "offload/exposed(ms)": 10.0}
 FAULTS = {  # by the code that must be found, and what is wrong
     "SW030 activations": run_of({"memory/max_active(%)": 95.0}, memory_line(25, 50)),
     "SW030 activations, and the allocator tries again": retries_of(run_of({}, memory_line(25, 50))),
@@ -257,13 +260,6 @@ FAULTS = {  # by the code that must be found, and what is wrong
     "SW023 a rank that raised after others had lost it": replace(
         run_of(), by_rank={0: (ended("CollectiveError", follows=True),), 1: (ended("KeyError"),)}
     ),
-}
-
-
-OFFLOAD = "Offload(optimizer='cpu')"
-OFFLOADED_INPUTS = "Offload(optimizer='device', activations='cpu')"
-HIDDEN = {"offload/beside(ms)": 700.0, "offload/exposed(ms)": 10.0}
-FAULTS |= {
     "SW020 waits for a slow rank, which are no slow network": run_of(
         LATE | {"comm/exposed(ms)": LATE["comm/waited(ms)"]}
     ),
