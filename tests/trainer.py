@@ -211,11 +211,11 @@ def mean_square(model, batch):
     return model(batch).square().mean()
 
 
-def sharded_by_block(model, **options):
-    """Shard a model by calls of fully_shard: its blocks, and last itself."""
-    for block in model.blocks:
-        fully_shard(block, **options)
-    return fully_shard(model, **options)
+def sharded_by_block(model, by=fully_shard, **options):
+    """Shard a model by calls of fully_shard, or torch's own: its blocks, and last itself."""
+    for block in getattr(model, "blocks", ()):
+        by(block, **options)
+    return by(model, **options)
 
 
 def reduces_each_micro_batch(options):
