@@ -42,6 +42,7 @@ from shardwise.train.text import load_tokenizer
 SAMPLE = [
     Case("data", "stop", rank=0, place="loss", step=150, timeout_s=10.0, agent=False),
     Case("data", "kill", place="backward", unit=2, timeout_s=10.0),
+    Case("data", "raise", place="step", timeout_s=10.0),
     Case("pipeline", "stop", rank=3, unit=1, timeout_s=10.0),
     Case("fully_shard", "skip", place="loss", timeout_s=10.0),
     Case("ddp", "loader", place="loader", timeout_s=10.0),
@@ -99,6 +100,8 @@ def test_every_survivor_ends_and_names_the_rank_and_what_ails_it(running, case):
         text = Path(folder, f"{rank}.log").read_text()
         assert not outcomes[rank].ok and not outcomes[rank].timed_out, outcomes[rank].describe()
         assert named(case, End(rank, None, None, None, text)), text
+        if case.fault in ("kill", "raise"):
+            assert "imed out" not in text, "it waited for the timeout of the process group"
 
 
 # -- whether a process lives

@@ -221,6 +221,12 @@ def test_a_kind_of_work_has_one_word_and_one_colour_in_bars_and_timelines(tmp_pa
     assert {"forward", "backward", "optimizer", "waiting for others"} <= timeline.keys()
     for word in ("forward", "backward", "waiting for others"):
         assert bars[word] == timeline[word] == tables["work"][word]
+    shown = [
+        {name: colour for colour, name in re.findall(r'background: (#\w+)"></span>([^<]+)<', each)}
+        for each in re.findall(r"<figcaption>(.*?)</figcaption>", page)
+    ]
+    for legend, drawn in zip(shown, (bars, timeline), strict=False):
+        assert legend and legend.items() <= drawn.items()
 
 
 def test_the_loss_of_one_run_is_drawn_with_its_held_out_values(tmp_path):
