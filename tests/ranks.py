@@ -53,6 +53,7 @@ from torch.distributed.tensor._collective_utils import MeshTopoInfo
 import kept_groups
 
 LOOPBACK = "127.0.0.1"
+CURRENT_TEST = "PYTEST_CURRENT_TEST"  # a variable that pytest sets
 NUM_THREADS = int(os.environ.get("SHARDWISE_TEST_THREADS", "1"))  # of each rank; tests/kernels.py
 HANG_S = 900.0  # what takes longer hangs: thirty times the slowest test on a quiet machine
 GRACE_S = 30.0  # how long the other ranks may take to end once one has failed
@@ -150,7 +151,8 @@ class Ranks:
                 self.kill(rank, signal_number)
 
     def submit(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        body = pickle.dumps((os.getcwd(), warnings.filters, fn, args, kwargs))
+        test = os.environ.get(CURRENT_TEST, "")
+        body = pickle.dumps((os.getcwd(), warnings.filters, test, fn, args, kwargs))
         call = pickle.dumps((sys.path, body))
         if self.resting:
             self.signal_all(signal.SIGCONT)
@@ -486,7 +488,7 @@ def _serve(
 def _answer(call: bytes, rank: int, world_size: int) -> tuple[bytes, bool]:
     try:
         sys.path[:], body = pickle.loads(call)
-        directory, filters, fn, args, kwargs = pickle.loads(body)
+        directory, filters, os.environ[CURRENT_TEST], fn, args, kwargs = pickle.loads(body)
         os.chdir(directory)
         _reset_state()
         warnings.resetwarnings()

@@ -338,6 +338,11 @@ LAB4 = Answers(
             (HOOKS, "", "count_gradient was called 0 times"),
             (HOOKS, HOOKS.replace("post_accumulate_grad_", ""), "before the gradient is in p.grad"),
             (HOOKS, HOOKS.replace("eters:", "eters[:1]:"), "was called 1 time"),
+            (
+                HOOKS,
+                HOOKS.replace("lambda _p: self.count_gradient()", "self.count_gradient"),
+                "gives the parameter to count_gradient, which takes none",
+            ),
             (HOOKS, HOOKS + HOOKS, "wrote 2 gradients, and count_gradient was called 4"),
             (
                 HOOKS,

@@ -175,7 +175,8 @@ def run(judge: Judge) -> None:
     for name, (bad, finding) in ENGINE.items():
         told = USUAL | bad
         before = " ".join(findings(name, told)) or "-"
-        after = " ".join(findings(name, _mended(judge, told, finding))) or "-"
+        mended = _mended(judge, told, finding)
+        after = _layers_problem(told, mended) or " ".join(findings(name, mended)) or "-"
         judge.row(f"engine, {name}", f"doctor {before}, mended {after}")
 
 
@@ -287,11 +288,8 @@ def _judge_mend(judge: Judge) -> None:
     for name, (bad, finding) in ENGINE.items():
         told = USUAL | bad
         mended = _mended(judge, told, finding)
-        layers, units = sum(told["units"]), mended["units"]  # type: ignore[call-overload]
-        if sum(units) != layers or min(units, default=0) < 1:
-            raise WrongAnswer(
-                f"{name}: {len(units)} units of {sum(units)} layers; the model has {layers}"
-            )
+        if problem := _layers_problem(told, mended):
+            raise WrongAnswer(f"{name}: {problem}")
         if left := findings(name, mended):
             found = ", ".join(findings(name, told))
             raise WrongAnswer(f"{name}: the doctor found {found}, and now {', '.join(left)}")
@@ -300,6 +298,13 @@ def _judge_mend(judge: Judge) -> None:
                 raise WrongAnswer(f"{name}: {key!r} was right, and is changed")
     good = f"the doctor of the engine finds nothing in {len(ENGINE)} mended runs"
     judge.judge("mend", good=good)
+
+
+def _layers_problem(told: dict[str, Any], mended: dict[str, Any]) -> str | None:
+    layers, units = sum(told["units"]), mended["units"]
+    if sum(units) == layers and min(units, default=0) > 0:
+        return None
+    return f"{len(units)} units of {sum(units)} layers; the model has {layers}"
 
 
 def _mended(judge: Judge, told: dict[str, object], finding: str) -> dict[str, Any]:
