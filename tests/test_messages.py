@@ -170,6 +170,7 @@ def test_a_slip_on_the_command_line_is_answered_without_torch(tmp_path):
     lines = {
         "trian": "Did you mean 'train'?",
         "train --staeg 3": "No such option: --staeg",
+        "train --ranks 2 --dp-replicate 3": "dp_replicate=3 does not divide 2 ranks",
         "train --stage 9": "flag --stage: stage: expected 0, 1, 2 or 3, got 9",
         "train --precision bfloat": "precision: expected 'fp32', 'bf16' or 'fp16', got 'bfloat'",
         "train typo.yaml": "typo.yaml: unknown key 'stge'; did you mean 'stage'?",

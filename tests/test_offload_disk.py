@@ -112,7 +112,8 @@ def folder(tmp_path):
 
 
 @pytest.fixture
-def two(folder):
+def two(folder, monkeypatch):
+    monkeypatch.setattr(disk_module, "_TRIAL_BYTES", 16 * ALIGNMENT)  # to measure their speed
     both = folder / "a", folder / "b"
     for path in both:
         path.mkdir()
@@ -124,6 +125,12 @@ def two(folder):
 def start(op, disk, *args):
     """Begin a read or a write."""
     return (disk.start_read if op == "read" else disk.start_write)(*args)
+
+
+@pytest.fixture
+def small_stripes(monkeypatch):
+    small = partial(Stripes, stripe_bytes=2 * ALIGNMENT)
+    monkeypatch.setattr(disk_module, "Stripes", small)
 
 
 def some_bytes(num_bytes, seed=0):
@@ -218,13 +225,10 @@ operations = st.lists(
 
 @pytest.mark.parametrize("num_folders", [1, 2])
 def test_any_sequence_of_reads_and_writes_gives_the_bytes_of_plain_memory(
-    two, monkeypatch, num_folders
+    two, monkeypatch, num_folders, small_stripes
 ):
     size = 60_000
     monkeypatch.setattr(disk_module, "_REQUEST_BYTES", 4 * ALIGNMENT)
-    monkeypatch.setattr(
-        disk_module, "Stripes", lambda speeds: Stripes(speeds, stripe_bytes=2 * ALIGNMENT)
-    )
     with opened(*two[:num_folders], buffers=3, buffer_bytes=20_480) as disk:
 
         @given(operations)
@@ -328,11 +332,11 @@ def test_neighbours_in_one_block_that_are_written_at_once_keep_their_bytes(folde
 
 
 @pytest.mark.parametrize("most", [ALIGNMENT, 3 * ALIGNMENT + 100])
-def test_calls_that_do_a_part_are_repeated_for_the_rest(two, most):
+def test_calls_that_do_a_part_are_repeated_for_the_rest(two, most, small_stripes):
     system = FaultySystem(lambda op, where, at: most if op in ("read", "write") else None)
     with opened(*two, system=system) as disk:
-        data = some_bytes(5 * MIB // 4 + 17)  # a stripe and a part of one
-        file = disk.file("u", 2 * MIB)
+        data = some_bytes(100_017)
+        file = disk.file("u", MIB)
         disk.start_write(file, 5, data)
         assert_kept(disk, file, 5, data)
 

@@ -302,6 +302,7 @@ def test_a_gradient_penalty_costs_no_further_reduction(rank, world_size, stage):
     assert reduces and all(twice[kind] == 2 * plain[kind] for kind in reduces), (plain, twice)
 
 
+@pytest.mark.filterwarnings("ignore:Using backward")  # it would pass as the end of the rank
 @on_ranks(2)
 def test_what_cannot_have_a_second_pass_is_refused_with_advice_that_holds():
     batch = batches(1)[0][0]

@@ -223,11 +223,6 @@ def slow_between(*pairs):
     return partial(slow_links, pairs=pairs, seconds=0.08)
 
 
-def mesh_of(*shape):
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-    return {"stage": 3, "mesh": mesh["replicate", "shard"]}
-
-
 def scheduled(stage, **options):
     return {"stage": stage, "schedule": Schedule(**options)}
 
@@ -372,7 +367,9 @@ def _sharded(model, options, output):
     if options.pop("fully_shard", False):
         return sharded_by_block(model)
     if "mesh" in options:
-        options = mesh_of(*options["mesh"])
+        names = ("replicate", "shard")
+        mesh = init_device_mesh("cpu", options["mesh"], mesh_dim_names=names)
+        options = {"stage": 3, "mesh": mesh[names]}
     if options.pop("nvme", False):
         Path(output).mkdir(parents=True, exist_ok=True)
         options["offload"] = f"nvme:{output}"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from records import write_record
+from records import facts, write_record
 from shardwise.errors import ConfigError
 from shardwise.monitor.doctor import LiveDoctor, diagnose
 from shardwise.monitor.findings import (
@@ -32,7 +32,6 @@ from shardwise.monitor.record import (
     NonFinite,
     OtherSave,
     OutOfMemory,
-    RunFacts,
     RunRecord,
     Save,
     StepLine,
@@ -82,21 +81,6 @@ def unit(name, **other):
     )
 
 
-def facts(**other):
-    told = {
-        "stage": 3,
-        "degrees": {"shard": 8},
-        "num_ranks": 8,
-        "device": "NVIDIA H100",
-        "device_bytes": 80 * GIB,
-        "bucket_bytes": 1 << 20,
-        "prefetch_bytes": None,
-        "units": layers(200),
-        "hosts": HOSTS,
-    }
-    return RunFacts(**told | other)
-
-
 def memory_line(engine_gib, other_gib):
     moment = Moment("b", "", {"param_full": int(engine_gib * GIB)}, int(other_gib * GIB))
     files = {"layers.0": {"optimizer_state": 8 * GIB}}
@@ -113,7 +97,8 @@ def run_of(changes=None, memory=None, values=None, waited_for=None, **of_facts):
         for n in range(1, 16)
     )
     own = {0: (memory or memory_line(30, 20), End(15, None))}
-    return RunRecord(Path("x"), facts(**of_facts), lines, own, idle_s=5.0)
+    told = {"device": "NVIDIA H100", "units": layers(200), "hosts": HOSTS, **of_facts}
+    return RunRecord(Path("x"), facts(num_ranks=8, **told), lines, own, idle_s=5.0)
 
 
 def waits(pairs):
@@ -196,6 +181,9 @@ LATE = WAITED | {"time_metrics/compute(s)": OverRanks(0.6, 0.65, 0.95, 1, 5)}
 EXPOSED = {"comm/exposed(ms)": 300.0, "comm/waited(ms)": 300.0}
 COPIES = {"offload/to_device(ms)": 300.0, "offload/to_host(ms)": 90.0}
 OVER_HOSTS = {"degrees": {"replicate": 2, "shard": 4}}
+OFFLOAD = "Offload(optimizer='cpu')"
+OFFLOADED_INPUTS = "Offload(optimizer='device', activations='cpu')"
+HIDDEN = {"offload/beside(ms)": 700.0, "offload/exposed(ms)": 10.0}
 FAULTS = {  # by the code that must be found, and what is wrong
     "SW030 activations": run_of({"memory/max_active(%)": 95.0}, memory_line(25, 50)),
     "SW030 activations, and the allocator tries again": retries_of(run_of({}, memory_line(25, 50))),
@@ -272,13 +260,6 @@ FAULTS = {  # by the code that must be found, and what is wrong
     "SW023 a rank that raised after others had lost it": replace(
         run_of(), by_rank={0: (ended("CollectiveError", follows=True),), 1: (ended("KeyError"),)}
     ),
-}
-
-
-OFFLOAD = "Offload(optimizer='cpu')"
-OFFLOADED_INPUTS = "Offload(optimizer='device', activations='cpu')"
-HIDDEN = {"offload/beside(ms)": 700.0, "offload/exposed(ms)": 10.0}
-FAULTS |= {
     "SW020 waits for a slow rank, which are no slow network": run_of(
         LATE | {"comm/exposed(ms)": LATE["comm/waited(ms)"]}
     ),
@@ -485,6 +466,11 @@ def test_a_rule_abstains_where_a_figure_of_a_line_is_no_number(code, name, tmp_p
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     missing = {each.code: each.missing for each in diagnose(read_ends(tmp_path)).abstentions}
     assert missing[code] == f"the figure {name}"
+
+
+def test_a_slow_loader_explains_a_straggler_of_its_own_rank_alone():
+    loader, late = (Finding(c, "warning", "t", "v", {}, "w", rank=5) for c in ("SW021", "SW020"))
+    assert loader.explains(late) and not loader.explains(replace(late, rank=4))
 
 
 def test_a_rank_died_after_the_last_step_that_any_rank_knows_of():

@@ -66,10 +66,7 @@ def observed(rank, world_size, output, way):
     return {"sent": sent, "last": run.latest.step if run.latest else 0}
 
 
-RUNS = [("0", 3), ("3", 1), ("3", 3), ("fully_shard", 3)]
-
-
-@pytest.fixture(scope="module", params=RUNS, ids=str)
+@pytest.fixture(scope="module", params=[("0", 3), ("3", 1), ("3", 3), ("fully_shard", 3)], ids=str)
 def ran(request, tmp_path_factory):
     """Return a way to shard, its ranks, the record of its run, and what the ranks returned."""
     (way, world_size), folder = request.param, tmp_path_factory.mktemp("run")

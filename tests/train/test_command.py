@@ -53,16 +53,6 @@ def test_help_names_every_flag_and_choice_in_full_within_80_columns():
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 
-def test_a_bad_config_ends_with_code_2_before_anything_starts(tmp_path):
-    path = tmp_path / "bad.yaml"
-    path.write_text(f"dp_replicate: 3\nranks: 2\noutput: {tmp_path / 'run'}\n")
-    done = run_program("shardwise", "train", path)
-    assert done.returncode == 2
-    assert "dp_replicate=3 does not divide 2 ranks" in done.stderr
-    assert done.stdout == ""
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_place_is_read_from_what_torchrun_sets():
     environment = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     assert read_place(environment) == RankPlace(3, 4, 1, 2)

@@ -46,12 +46,10 @@ def test_keys_are_those_of_the_file_and_flags_win(tmp_path, text, flags, expecte
     ("given", "parts"),  # a file's text, or flags
     [
         ("lr: -1\nheds: 2\n", ["lr: expected greater than 0", "unknown key 'heds'"]),
-        ("stge: 2\n", ["unknown key 'stge'", "did you mean 'stage'"]),
         ("micro-batch: 2\n", ["unknown key 'micro-batch'", "did you mean 'micro_batch'"]),
         ("zzz: 2\n", ["unknown key 'zzz'", "--help"]),
         ("dim: wide\n", ["dim: expected a valid integer", "'wide'"]),
         ("dim: -1\n", ["dim: expected greater than 0", "-1"]),
-        ("stage: 4\n", ["stage: expected 0, 1, 2 or 3", "4"]),
         ("schedule: cosin\n", ["expected 'constant', 'cosine', 'linear'", "mean 'cosine'"]),
         ("dim: 60\nheads: 8\n", ["heads: expected dim / heads", "60"]),
         ("kv_heads: 3\n", ["kv_heads: expected a divisor of heads 8", "3"]),
@@ -93,11 +91,6 @@ def test_an_error_names_the_file_or_flag_the_key_and_what_was_expected(tmp_path,
         load_config(path, {} if path else given)
     for part in [str(path or ""), *parts]:
         assert part in str(caught.value)
-
-
-def test_a_missing_file_is_an_error(tmp_path):
-    with pytest.raises(ConfigError, match=r"gone\.yaml: cannot be read"):
-        load_config(tmp_path / "gone.yaml", {})
 
 
 def test_a_config_is_the_same_after_yaml_and_back(tmp_path):

@@ -157,17 +157,6 @@ def test_activation_checkpointing_draws_the_same_dropout_again():
         assert torch.equal(one.grad, other.grad)
 
 
-def test_it_can_be_built_on_the_meta_device_and_filled_module_by_module():
-    with torch.device("meta"):
-        model = Decoder(SMALL, vocab=11)
-    assert not list(model.buffers())
-    model.to_empty(device="cpu")
-    for module in model.modules():
-        if list(module.parameters(recurse=False)):
-            module.reset_parameters()
-    assert torch.isfinite(model(torch.randint(11, (1, 16)))).all()
-
-
 def test_generation_takes_the_likeliest_token_each_time_or_draws_by_its_seed():
     torch.manual_seed(0)
     model = Decoder(SMALL, vocab=11)

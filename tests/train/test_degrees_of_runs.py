@@ -99,6 +99,7 @@ def test_a_run_goes_on_over_any_degrees_as_one_process_does(tmp_path, kind):
         ({"pp": 2, "experts": 4}, "stages hand on tokens alone, and not the loss of expert_bal"),
         ({"pp": 2, "tied_head": True, "layout": "flat"}, "layout: expected rows with pp and tied"),
         ({"pp": 2, "precision": "fp16"}, "precision: expected bf16 or fp32 with pp"),
+        ({"offload": "{activations: cpu}"}, "offload: activations='cpu' moves the inputs of"),
         ({"pp": 2}, "accumulation: expected at least pp 2, as many micro-batches as stages, got 1"),
         ({"dp_shard": 0}, "expected a number of ranks, or -1 for those that are left"),
     ],

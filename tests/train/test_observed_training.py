@@ -69,6 +69,8 @@ def test_the_engines_memory_is_that_of_the_plan_line_by_line(world_size, more, t
     planned = {k: n for k, n in plan.played.engines_peak.ledger.engines().items() if n}
     peak = line.moments[line.peak]
     assert peak.device == planned, peak
+    of_units = {unit.class_name for unit in record.facts.units}
+    assert of_units == {"Decoder", *more.get("units", ["Block"])}
     assert sum(peak.device.values()) == max(sum(m.device.values()) for m in line.moments)
 
 

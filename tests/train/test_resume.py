@@ -181,22 +181,15 @@ def test_settings_of_the_optimizer_are_those_asked_for_now(tmp_path):
     assert run_ranks(change_settings, 1, flags) == [[0.25, 0.5, 0.95]]
 
 
-def draws_of_step(rank, world_size, flags):
-    run, found = prepared(rank, world_size, flags), []
-    for number in range(run.share.num_passes):
-        run.seed_draws(7, number)
-        found.append(torch.rand(4).tolist())
-    return found
+def draw_of_step(rank, world_size, flags):
+    prepared(rank, world_size, flags).seed_draws(7, 0)
+    return torch.rand(4).tolist()
 
 
-def test_each_micro_batch_draws_its_own_masks_on_any_number_of_ranks(tmp_path):
-    flags = {"data": write_text(tmp_path), "output": tmp_path / "run", "dropout": 0.1}
-    flags |= {"global_batch": 8}
-    (alone,) = run_ranks(draws_of_step, 1, flags)
-    assert len(set(map(tuple, alone))) == 4
-    by_two = run_ranks(draws_of_step, 2, flags)
-    assert [by_two[0][0], by_two[1][0], by_two[0][1], by_two[1][1]] == alone
-    assert run_ranks(draws_of_step, 2, {**flags, "tp": 2})[1][0] not in alone
+def test_ranks_that_share_a_window_draw_other_masks(tmp_path):
+    flags = {"data": write_text(tmp_path), "output": tmp_path / "run", "dropout": 0.1, "tp": 2}
+    one, other = run_ranks(draw_of_step, 2, flags)
+    assert one != other
 
 
 def finish_twice(rank, world_size, flags):
@@ -278,24 +271,8 @@ def test_a_second_run_on_one_output_is_refused_and_touches_nothing(tmp_path):
     assert "saves checkpoints there; choose another folder, or end that run" in texts[0]
 
 
-def kill_job(job):
-    """Kill the launcher and its ranks, which have sessions of their own."""
-    for pid in (job.pid, *job.ranks):
-        os.kill(pid, signal.SIGKILL)
-    assert job.finish()[0] == -signal.SIGKILL
-
-
-class StopsIn(CountsSteps):
-    """Asks to stop after the n-th step."""
-
-    @property
-    def requested(self):
-        self.num_steps += 1
-        return self.num_steps == self._die_in
-
-
 def stop_and_go_on(rank, world_size, flags):
-    assert train(rank, world_size, flags, StopsIn(3)).saved_step == 3
+    assert train(rank, world_size, flags, CountsSteps(stop_in=3)).saved_step == 3
     return train_and_say(rank, world_size, flags)
 
 
@@ -325,10 +302,9 @@ def test_ranks_and_jobs_that_are_killed_go_on_to_the_same_bits(tmp_path):
         while not has_come_to(step):
             assert job.process.is_alive() and time.monotonic() < deadline
             time.sleep(0.01)
-        if number is None:
-            kill_job(job)
-        for pid in job.ranks[number] if number is not None else ():
-            os.kill(pid, signal.SIGKILL)
+        for pid in job.ranks[number] if number is not None else (job.pid, *job.ranks):
+            os.kill(pid, signal.SIGKILL)  # ranks have sessions of their own
+    assert job.finish()[0] == -signal.SIGKILL
     line = re.compile(r"^going on from step (\d+) \(a copy in memory\)$", re.MULTILINE)
     went_on = line.findall(job.printed()[0])
     assert len(went_on) == 2 and int(went_on[0]) >= 2

@@ -184,8 +184,8 @@ def _candidate(request: ModelRequest, cluster: Cluster) -> Candidate:
             "checkpointed whole; add --activation-checkpointing full"
         )
     axes = request.axes.over(cluster.num_ranks)
-    sizes = {"num_replicas": axes.dp_replicate, "num_shards": axes.dp_shard}
-    return replace(candidate, **sizes, copies=_copies(cluster))
+    candidate = replace(candidate, copies=_copies(cluster))
+    return replace(candidate, num_replicas=axes.dp_replicate, num_shards=axes.dp_shard)
 
 
 def _copies(cluster: Cluster) -> int:

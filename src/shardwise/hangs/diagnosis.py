@@ -320,7 +320,12 @@ class Table:
 
     @property
     def reporter(self) -> int:
-        """The lowest rank that is in this wait, which logs the table of a long one for all."""
+        """The lowest rank that is in this wait, which logs the table of a long one for all.
+
+        Without the store it is unknown which ranks still report, so each one does.
+        """
+        if not self._heard.is_current:
+            return self._rank
         mine = self._waiting[self._rank].key
         return min(rank for rank, wait in self._waiting.items() if wait.key == mine)
 

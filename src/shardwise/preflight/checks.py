@@ -119,8 +119,8 @@ class Judge:
         if small:
             text = (
                 f"{format_bytes(shared[small[0]])} is free in /dev/shm on {self.named(small)}; "
-                "NCCL, data loaders and copies of checkpoints in memory take more. Give a container a "
-                "larger one (--shm-size)"
+                "NCCL, data loaders and copies of checkpoints in memory take more. Give a "
+                "container a larger one (--shm-size)"
             )
             yield Check("shared memory", "odd", text, tuple(small))
 

@@ -171,7 +171,8 @@ def prepare_run(config: TrainConfig, place: RankPlace, device: torch.device) -> 
         enabled=config.precision == "fp16",
     )
     optimizer = _make_optimizer(config, model)
-    values = config.model_dump(mode="json")  # what decides the steps; paths may differ by host
+    # The keys that decide the steps are the same on all ranks; paths may differ by host.
+    values = config.model_dump(mode="json")
     facts = [f"{name}: {values[name]}" for name in values if name not in _OF_HOST]
     facts.append(f"data: {len(tokens)} windows, {tokens.num_tokens} tokens")
     agree(engine_of(model).everyone, facts, "the keys of the run")

@@ -51,6 +51,8 @@ _LEAST_SCALE = 1.0
 _LOST, _LOST_OF_WORST = 10.0, 50.0  # per cent
 _MIN_LOOKS, _MAX_LOOKS = 3, 20  # lines with a look at updates
 _NAMED = 3
+_HANG_TIMES, _HANG_S = 5.0, 60.0
+_MAX_SHOWN, _MAX_QUOTED = 4, 300  # ranks, and characters of each one's error
 
 
 def _num_retries(e: Evidence) -> float:
@@ -349,10 +351,6 @@ def lost_updates(e: Evidence) -> Finding | None:
         names=f": {of_each}" if names else "",
         precision="MixedPrecisionPolicy(param_dtype=bf16)" if facts.reduces_units_alone else "bf16",
     )
-
-
-_HANG_TIMES, _HANG_S = 5.0, 60.0
-_MAX_SHOWN, _MAX_QUOTED = 4, 300  # ranks, and characters of each one's error
 
 
 def died(e: Evidence) -> Finding | None:
