@@ -28,6 +28,7 @@ from shardwise.plan.candidate import Candidate
 from shardwise.plan.facts import plan_facts
 from shardwise.plan.machine.hardware import make_cluster
 from shardwise.plan.machine.pricing import Group, Prices, all_to_all_seconds, send_seconds
+from shardwise.plan.model.models import TracedModel, module_source
 from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.model.shapes import DecoderShape, Experts
 from shardwise.plan.model.tape import Tape, Visit, Work
@@ -48,6 +49,9 @@ TINY: dict[str, Any] = {
     **{"experts": 6, "experts_per_token": 6, "expert_ffn_multiple": 2.0, "vocab": VOCAB},
     **{"shared_experts": 1, "dense_layers": 1},
 }
+DENSE = {"experts": 0, "dense_layers": 0}
+
+
 # -- the order of what happens
 VISITS = ("before_forward", "after_forward", "before_backward", "after_backward")
 
@@ -93,10 +97,11 @@ def test_a_tape_has_the_visits_that_the_engine_tells_its_schedule_of(num_ranks):
     runs: list[dict[str, Any]] = [
         {"ep": num_ranks},
         {"ep": num_ranks, "activation_checkpointing": True},
-        {"experts": 0, "dense_layers": 0, "vocab": 1024},
+        {**DENSE, "vocab": 1024},
         {"ep": num_ranks, "tp": num_ranks, "vocab": 4096, "stage": 1},
         {"vocab": 4096, "tied_head": True},
-        {"layers": 1, "experts": 0, "dense_layers": 0, "vocab": 4096},
+        {**DENSE, "tied_head": True, "activation_checkpointing": True},
+        {**DENSE, "layers": 1, "vocab": 4096},
         {"ep": num_ranks, "layers": 1, "dense_layers": 0},
         {"ep": num_ranks, "layers": 1, "dense_layers": 0, "activation_checkpointing": True},
     ]
@@ -111,9 +116,16 @@ def test_a_tape_has_the_visits_that_the_engine_tells_its_schedule_of(num_ranks):
             micro_batch=2,
             activation_checkpointing=checkpointing,
         )
-        model = ShapedModel("tiny", config.shape(config.vocab or VOCAB), config.seq)
-        tape = model.tape(candidate)
-        assert [(e.kind, e.unit) for e in tape.events if isinstance(e, Visit)] == told, run
+        models: list[Any] = [ShapedModel("tiny", config.shape(config.vocab or VOCAB), config.seq)]
+        if not config.experts:  # a trace shows no routing
+
+            def build(checkpointed: bool, config: TrainConfig = config) -> Decoder:
+                return Decoder(config, config.vocab or VOCAB)
+
+            models.append(TracedModel(module_source("tiny", build, config.seq)))
+        for model in models:
+            visits = [e for e in model.tape(candidate).events if isinstance(e, Visit)]
+            assert [(e.kind, e.unit) for e in visits] == told, run
 
 
 # -- what a rank has

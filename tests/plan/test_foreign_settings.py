@@ -84,13 +84,6 @@ def test_every_key_is_planned_or_listed_with_a_reason(tmp_path):
     assert all(unused(report).values())
 
 
-def test_auto_is_left_to_the_flags(tmp_path):
-    content = {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 2}}
-    values, report = read_deepspeed(write_json(tmp_path, content))
-    assert "micro_batch" not in values
-    assert "train_micro_batch_size_per_gpu" in unused(report)
-
-
 @pytest.mark.parametrize(
     ("content", "named"),
     [
@@ -155,27 +148,23 @@ def test_an_accelerate_file_gives_stage_ranks_and_replicas(
         assert remedy in unused(report)[unused_key]
 
 
-def test_accelerate_takes_the_deepspeed_file_that_it_names(tmp_path):
-    write_json(tmp_path, ZERO3_OFFLOAD)
+def test_a_named_deepspeed_file_decides_even_by_saying_nothing(tmp_path):
     text = "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: ds.json\n"
-    values, _ = read_accelerate(write_yaml(tmp_path, text))
-    assert values["stage"] == 3
-    assert values["offload"] == Offload("nvme", None, "cpu", 0.3)
+    offload = Offload("nvme", None, "cpu", 0.3)
+    for content, stage, where in (({}, 0, None), (ZERO3_OFFLOAD, 3, offload)):
+        write_json(tmp_path, content)
+        values, _ = read_accelerate(write_yaml(tmp_path, text))
+        assert (values["stage"], values.get("offload")) == (stage, where)
 
 
-def test_a_stage_at_auto_is_left_to_the_flags_and_a_comment_is_none_of_the_keys(tmp_path):
-    content = {"_comment": "for the big machine", "zero_optimization": {"stage": "auto"}}
+def test_auto_is_left_to_the_flags_and_a_comment_is_none_of_the_keys(tmp_path):
+    batch = "train_micro_batch_size_per_gpu"
+    content = {"_comment": "large", batch: "auto", "zero_optimization": {"stage": "auto"}}
     values, report = read_deepspeed(write_json(tmp_path, content))
-    assert "stage" not in values
+    assert not {"micro_batch", "stage"} & values.keys()
+    assert batch in unused(report)
     assert "flags" in unused(report)["zero_optimization.stage"]
     assert unused(report)["_comment"] == "a comment"
-
-
-def test_a_named_deepspeed_file_decides_the_stage_even_by_saying_nothing(tmp_path):
-    text = "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: ds.json\n"
-    for content, stage in (({}, 0), ({"zero_optimization": {"stage": 1}}, 1)):
-        write_json(tmp_path, content)
-        assert read_accelerate(write_yaml(tmp_path, text))[0]["stage"] == stage
 
 
 @pytest.mark.parametrize(

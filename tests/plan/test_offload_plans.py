@@ -140,8 +140,7 @@ def test_what_rests_where_is_a_runs_on_every_rank(num_ranks, tmp_path):
         for rank in range(num_ranks):
             planned = resting_state(tape, candidate, rank)
             assert planned.bytes_by_place == by_rank[rank][number], (rank, name, candidate)
-        played = play(tape, candidate).at_rest
-        assert played.bytes_by_place == by_rank[0][number]
+        assert play(tape, candidate).bytes_by_place == by_rank[0][number]
 
 
 def test_ranks_with_different_matrices_have_what_each_of_them_owns(tmp_path):

@@ -63,13 +63,9 @@ def test_efficiency_is_throughput_per_rank_beside_the_smallest(made):
     assert [row["efficiency_fraction"] for row in rows] == [1, pytest.approx(0.8)]
 
 
-def figures_of(facts):
-    return list(figures(facts))
-
-
 def test_every_figure_has_its_unit_in_a_key_and_bytes_are_whole(made, searched):
     for facts in all_facts(made, searched):
-        found = figures_of(facts)
+        found = list(figures(facts))
         assert len(found) >= 8
         assert [key for key, _, has_unit in found if not has_unit] == []
         for key, value, _ in found:

@@ -9,9 +9,9 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
+from allocator import traced
 from decoders import flops_of, num_params_of
 from memory_cells import CONFIGS, LLAMA_LIKE
 from shardwise.errors import ConfigError
@@ -118,17 +118,9 @@ def real_twin(source, checkpointed):
 def allocator_peak(source, model, micro_batch, seq):
     """Return the largest sum of the CPU allocator's own trace over one forward and backward."""
     batch = source.make_batch(micro_batch, seq)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as traced:
-        loss = source.loss(model, batch)
-        loss.backward()
-        del loss
-    events = traced.profiler.kineto_results.events()
-    changes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
-    total = peak = 0
-    for _, num_bytes in sorted(changes, key=lambda change: change[0]):
-        total += num_bytes
-        peak = max(peak, total)
-    return peak
+    with traced() as allocator, allocator.window("step"):
+        source.loss(model, batch).backward()
+    return allocator.peak("step") - allocator.before("step")
 
 
 def assert_within_a_percent(source, checkpointed):
@@ -300,41 +292,6 @@ def test_units_open_and_close_in_backward_as_often_as_they_should():
     grads = sum(e.net.grad_full for e in tape.events if isinstance(e, Work))
     assert grads == 4 * 2 * 72
     assert all(isinstance(b, Work) for a, b in pairwise(tape.events) if isinstance(a, Visit))
-
-
-def test_the_visits_are_the_calls_of_the_engine(tmp_path):
-    """The same model, sharded over one rank: which unit the engine is called for, in order."""
-    import torch.distributed as dist
-
-    import shardwise
-    from shardwise.engine.api import engine_of
-
-    source = decoder_source(tied_head=True)
-    tape = tape_of(source, True, 2, 16)
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        model = shardwise.shard(real_twin(source, True), stage=3)
-        engine, calls = engine_of(model), []
-        seen = {
-            "before_forward": "before_forward",
-            "after_forward": "after_forward",
-            "on_backward": "before_backward",
-            "on_unit_over": "after_backward",
-        }
-        for method, kind in seen.items():
-            of = engine.backward if method.startswith("on_") else engine
-            plain = getattr(of, method)
-
-            def call(unit, *args, plain=plain, kind=kind):
-                calls.append((kind, unit.index))
-                return plain(unit, *args)
-
-            setattr(of, method, call)
-        source.loss(model, source.make_batch(2, 16)).backward()
-    finally:
-        dist.destroy_process_group()
-    visits = [(e.kind, e.unit) for e in tape.events if isinstance(e, Visit)]
-    assert visits == calls
 
 
 def test_a_model_is_traced_once_for_all_that_does_not_change_its_tape():
