@@ -104,17 +104,6 @@ def test_what_is_computed_again_takes_longer_and_needs_less(name, kernels):
             assert "tp=2" in str(error) or "pp=2" in str(error)
 
 
-def test_compiled_kernels_are_no_slower_and_need_no_more():
-    for name in ("llama-3-8b", "qwen3-8b", "gpt2-xl", "gemma-2b"):
-        preset = find_preset(name)
-        model = ShapedModel(preset.name, preset.shape, preset.seq)
-        for level in LEVELS:
-            base = Candidate(num_shards=8, activation_checkpointing=level, loss="fused")
-            eager, compiled = eager_and_compiled(model, base, "h100")
-            assert compiled.step_s <= eager.step_s
-            assert compiled.played.peak.ledger.total <= eager.played.peak.ledger.total
-
-
 @pytest.mark.parametrize("gpu", ["V100-32GB", "A100-80GB", "h100", "cpu"])
 def test_compiled_kernels_are_no_slower_on_any_device(gpu):
     """Products and attention are the same calls: what is computed again, and the loss, too."""
@@ -129,6 +118,9 @@ def test_compiled_kernels_are_no_slower_on_any_device(gpu):
             base = replace(base, activation_checkpointing=level)
             eager, compiled = eager_and_compiled(model, base, gpu)
             assert compiled.step_s <= eager.step_s, (name, precision, level, loss)
+            if loss in ("fused", "eager"):
+                peaks = [each.played.peak.ledger.total for each in (compiled, eager)]
+                assert peaks[0] <= peaks[1], (name, precision, level, loss)
 
 
 def eager_and_compiled(model, base, gpu):

@@ -40,7 +40,7 @@ def make_work(unit, phase, activations=0, grads=0):
     return Work(unit, phase, (cost,), peak, net)
 
 
-def make_tape(model, dtype="float32", recomputes=False):
+def make_tape(model, dtype="float32"):
     """Unit 0 is the root, unit 1 an embedding; the others follow one another."""
     units = tuple(make_unit(f"u{i}" if i else "", s, reads=i != 1) for i, s in enumerate(model))
     grads = [u.numel * DTYPE_BYTES[dtype] for u in units]
@@ -53,9 +53,6 @@ def make_tape(model, dtype="float32", recomputes=False):
     events += [Visit("before_backward", 0), make_work(0, "backward", -500, grads[0])]
     for i in reversed(range(1, last)):
         events.append(Visit("before_backward", i))
-        if recomputes and i > 1:
-            events += [Visit("before_forward", i, True), make_work(i, "recompute", 50)]
-            events += [Visit("after_forward", i, True), make_work(i, "backward", -50)]
         events += [make_work(i, "backward", -1000, grads[i])]
         events += [Visit("after_backward", i), make_work(0, "backward")]
     events += [Visit("after_backward", 0), make_work(0, "backward")]

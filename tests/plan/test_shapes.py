@@ -167,11 +167,8 @@ def test_margins_widen_a_ledger(size, groups):
     found = memory_interval(Ledger(activations=size), num_groups=groups)
     assert size < found.low_bytes < found.expected_bytes < found.high_bytes
     assert found.expected_bytes == pytest.approx(size + sum(found.margins.values()), abs=2)
-
-
-def test_a_cpus_allocator_has_no_margins():
-    found = memory_interval(Ledger(activations=5), num_groups=2, on_accelerator=False)
-    assert (found.low_bytes, found.high_bytes, found.margins) == (5, 5, {})
+    found = memory_interval(Ledger(activations=size), groups, on_accelerator=False)
+    assert (found.low_bytes, found.high_bytes, found.margins) == (size, size, {})
 
 
 def test_a_latent_attention_has_the_published_number_of_parameters():

@@ -77,14 +77,14 @@ def test_every_row_says_where_it_is_from():
     assert all(row.source for row in (*PRECISIONS.values(), *OPTIMIZERS.values()))
 
 
-@pytest.mark.parametrize(("name", "near"), [("adamW", "adamw"), ("adamw8bit", "adamw_8bit")])
-def test_an_unknown_name_is_refused_with_the_nearest(name, near):
-    with pytest.raises(ConfigError, match=f"^optimizer='{name}'.*did you mean '{near}'"):
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("adamW", r"one of .*did you mean 'adamw'"),
+        ("adamw8bit", r"one of .*did you mean 'adamw_8bit'"),
+        ("q", r"one of adamw, .*adafactor$"),  # near none
+    ],
+)
+def test_an_unknown_name_is_refused_with_the_nearest(name, told):
+    with pytest.raises(ConfigError, match=f"^optimizer='{name}': expected {told}"):
         row_of(OPTIMIZERS, name, "optimizer")
-
-
-def test_a_name_that_is_like_none_gets_the_list_alone():
-    with pytest.raises(
-        ConfigError, match=r"^precision='q': expected one of fp32, .*megatron_fp16$"
-    ):
-        row_of(PRECISIONS, "q", "precision")

@@ -22,7 +22,6 @@ from shardwise.plan.model.models import (
     module_source,
     shape_source,
 )
-from shardwise.plan.model.presets import find_model, find_preset
 from shardwise.plan.model.shapes import gpt_shape, llama_shape
 from shardwise.plan.model.tape import Visit, Work
 from shardwise.plan.model.tracing import trace
@@ -214,18 +213,6 @@ def test_the_flops_are_those_that_torch_counts(checkpointed):
     forward = 4 * 4 * 4 * 256 * 256 * 32 * 3 / 2  # two causal products per head, B, H and layer
     assert attention == pytest.approx(forward * (4 if checkpointed else 3))  # backward twice
     assert counted in (products, products + 2 * attention)  # torch counts the square, or nothing
-
-
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_a_preset_of_a_llama_does_what_the_built_in_decoder_does(checkpointed):
-    shape = find_preset("demo").shape
-
-    def build(checkpointed):
-        config = TrainConfig(kv_heads=8, activation_checkpointing=checkpointed)
-        return Decoder(config, shape.vocab)
-
-    built_in = tape_of(module_source("demo", build, 64), checkpointed, seq=64)
-    assert tape_of(find_model("demo"), checkpointed, seq=64).events == built_in.events
 
 
 class Reads(nn.Module):
