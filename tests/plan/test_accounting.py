@@ -267,14 +267,11 @@ def test_what_is_left_out_is_said():
     assert "counted in full" not in " ".join(account(GB, 8, 1, accumulation=2).left_out)
 
 
-def rendered(width: int, **options: Any) -> str:
-    file = io.StringIO()
-    Console(file=file, width=width, highlight=False).print(accounting_view(account(**options)))
-    return file.getvalue()
-
-
 def test_the_table_marks_the_chosen_stage_and_fits_a_terminal():
-    text = rendered(80, params="7e9", ranks=8, stage=2, precision="fp32")
+    file = io.StringIO()
+    console = Console(file=file, width=80, highlight=False)
+    console.print(accounting_view(account("7e9", 8, 2, "fp32")))
+    text = file.getvalue()
     marked = [line.split() for line in text.splitlines() if ">" in line]
     assert [row[:2] for row in marked] == [[">", "2"]]
     assert "…" not in text and max(map(len, text.splitlines())) <= 80

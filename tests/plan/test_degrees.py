@@ -16,12 +16,10 @@ from shardwise.plan.machine.hardware import make_cluster
 from shardwise.plan.machine.pricing import Prices, send_seconds
 from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.model.shapes import Experts, gpt_shape
-from shardwise.plan.model.tape import Tape
-from shardwise.plan.planning import Plan, plan, time_rows
+from shardwise.plan.planning import plan, time_rows
 from shardwise.plan.step.play import play
 from shardwise.plan.timing.simulate import simulate
 
-run_plan = partial(call_command, "plan")
 run_simulate = partial(call_command, "simulate")
 
 DEEP = replace(SHAPE, layers=8)
@@ -29,12 +27,6 @@ MIXED = replace(SHAPE, experts=Experts(8, 2, 96, shared=1, dense_layers=1))
 ALL_DENSE = replace(MIXED, experts=Experts(8, 2, 96, dense_layers=3))
 COUNTS = ("tp", "pp", "micro_batch", "accumulation")
 BOUNDARY = SEQ * SHAPE.dim * 2  # bytes of the stream, one window in bf16
-
-
-def played_in_full(made: Plan, tape: Tape, micro_batches: int) -> float:
-    """Return the step of one stage with so many micro-batches, all of them played."""
-    program = play(tape, replace(made.candidate, accumulation=micro_batches)).program
-    return simulate(program, Prices(made.cluster, made.candidate).seconds).step_s
 
 
 # -- pipelines
@@ -45,7 +37,9 @@ def test_a_pipeline_is_as_slow_as_its_slowest_stage_and_filled_once(accumulation
     made = make_plan(DEEP, num_shards=2, pp=stages, accumulation=accumulation, stage=1)
     through = accumulation + stages - 1
     tapes = make_model(DEEP).stages(made.candidate).values()
-    stage_s = [played_in_full(made, tape, through) for tape in tapes]
+    candidate = replace(made.candidate, accumulation=through)
+    seconds = Prices(made.cluster, made.candidate).seconds
+    stage_s = [simulate(play(tape, candidate).program, seconds).step_s for tape in tapes]
     crosses = stages * 2 > 8
     sends_s = through * 2 * send_seconds(BOUNDARY, crosses, made.cluster.node)
     assert made.sends_s == pytest.approx(sends_s)

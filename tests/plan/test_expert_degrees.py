@@ -237,9 +237,8 @@ def test_a_search_keeps_the_expert_degree_and_says_where_it_does_not_fit():
 
 
 def test_a_shape_with_experts_is_that_of_a_run():
-    config_of_shape = run_of_shape(MIXED, SEQ)
-    assert config_of_shape is not None
-    assert config_of_shape.shape(MIXED.vocab) == MIXED
+    config = run_of_shape(MIXED, SEQ)
+    assert config is not None and config.shape(MIXED.vocab) == MIXED
 
 
 def test_a_search_for_a_run_fills_pipelines_or_says_why_not():
@@ -309,6 +308,16 @@ def test_a_written_pipeline_of_a_config_with_experts_can_run(tmp_path):
     assert load_config(planned, {}).expert_bias
     start.write_text(start.read_text() + "expert_balance: 0.5\n")
     assert run_plan([str(start), *words]) != 0
+
+
+def test_every_rank_of_a_tensor_group_scores_all_tokens():
+    """A larger router costs as much on each rank of a tensor group as on one alone."""
+
+    def flops(num: int, tp: int) -> int:
+        shape = replace(MIXED, experts=Experts(num, 2, 96))
+        return flops_of(tape_of(shape, tp=tp))
+
+    assert flops(16, 2) - flops(8, 2) == flops(16, 1) - flops(8, 1) > 0
 
 
 def test_padding_is_told_with_the_ranks_that_share_rows():

@@ -12,16 +12,14 @@ from shardwise.plan.machine.hardware import (
     make_cluster,
 )
 from shardwise.plan.machine.pricing import efficiencies_of
+from shardwise.plan.sizes import OPTIMIZERS, PRECISIONS
 
 GIB = 1 << 30
 
 
 def test_every_figure_of_the_catalogue_has_a_source():
-    entries = [
-        *accelerators().values(),
-        *links().values(),
-        *hosts().values(),
-    ]
+    tables = accelerators(), links(), hosts(), PRECISIONS, OPTIMIZERS
+    entries = [row for table in tables for row in table.values()]
     for family in {each.family for each in accelerators().values()}:
         entries += efficiencies_of(family).values()
     assert all(len(each.source) > 10 for each in entries)

@@ -21,7 +21,6 @@ from test_calibration import a_calibration
 run_plan = partial(call_command, "plan")
 run_simulate = partial(call_command, "simulate")
 
-SOURCES = Path(__file__).parents[2] / "src"
 TINY = "dim: 32\nlayers: 2\nheads: 2\nseq: 16\nmicro_batch: 2\nranks: 2\nvocab: 300\n"
 Refused = Callable[..., str]
 
@@ -249,8 +248,7 @@ def test_a_calibration_prices_a_plan_and_stands_for_the_machine(tiny, calibratio
     assert facts["candidate"]["transport"] == "point_to_point"
     assert any("measured" in line for line in facts["assumptions"])
 
-
-def test_a_search_on_a_calibrated_cpu_does_not_offload_to_itself(tiny, calibration, capsys):
+    # A CPU does not offload to itself.
     flags = ["--search", "--micro-batch", "2", "--layout", "rows", "--bucket-bytes", "0"]
     assert run_plan([str(tiny), "--calibration", str(calibration), *flags, "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)

@@ -59,9 +59,7 @@ def make_tape(model, dtype="float32"):
     return Tape(units, tuple(events), dtype, 64, 32)
 
 
-# Memory.
-
-
+# -- memory
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "pure_bf16", "zero_paper"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_what_rests_is_what_the_accounting_says(stage, precision):
@@ -158,9 +156,7 @@ def test_more_prefetching_holds_no_less_and_never_more_than_its_budget(model, ca
     assert all(s == sent[0] for s in sent)
 
 
-# Order.
-
-
+# -- order
 @given(models, candidates, st.sampled_from([0, 1, 2, 3]))
 @settings(max_examples=40)
 def test_operations_wait_for_earlier_ones_and_the_optimizer_comes_last(model, candidate, stage):

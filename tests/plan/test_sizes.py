@@ -73,10 +73,6 @@ def test_state_of_the_whole_is_at_most_that_of_its_parts(name, one, two):
     assert whole <= parts <= whole + row.num_like * 5  # a byte and a scale that are not full
 
 
-def test_every_row_says_where_it_is_from():
-    assert all(row.source for row in (*PRECISIONS.values(), *OPTIMIZERS.values()))
-
-
 @pytest.mark.parametrize(
     ("name", "told"),
     [

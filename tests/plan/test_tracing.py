@@ -65,7 +65,7 @@ def test_experts_cost_the_products_of_the_rows_that_they_are_given(tmp_path, dty
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model_type": "mixtral", **MIXTRAL}))
     tape = tape_of(huggingface_source(path), False, 2, 64, compute_dtype=dtype)
-    works = [e for e in tape.events if isinstance(e, Work)]
+    works = works_of(tape)
     found = sum(c.flops for w in works for c in w.costs if c.kind == "matmul")
     tokens, dim, ffn = 2 * 64, LLAMA_LIKE["hidden_size"], LLAMA_LIKE["intermediate_size"]
     attention = 2 * dim * dim + 2 * dim * 2 * 64
@@ -85,12 +85,12 @@ def test_most_products_have_the_dtype_of_the_parameters_where_nothing_is_cast():
     assert (tape.compute_dtype, tape.matmul_dtype) == ("float32", "bfloat16")
 
 
-def peak_alone(tape):
-    """Replay the tape of the plain module: all gradients stay."""
-    return peak_of([e for e in tape.events if isinstance(e, Work)])
+def works_of(tape):
+    return [e for e in tape.events if isinstance(e, Work)]
 
 
 def peak_of(works):
+    """Replay works of the plain module: all gradients stay."""
     total = peak = 0
     for work in works:
         peak = max(peak, total + work.peak.total)
@@ -122,29 +122,22 @@ def allocator_peak(source, model, micro_batch, seq):
     return allocator.peak("step") - allocator.before("step")
 
 
-def assert_within_a_percent(source, checkpointed):
+@pytest.mark.parametrize(
+    ("model", "checkpointed"),
+    [
+        *(({}, True), ({"tied_head": True}, False)),
+        *(({"dropout": 0.1}, True), ({"dropout": 0.1}, False)),
+        *((family, place % 2 == 1) for place, family in enumerate(FAMILIES)),
+    ],
+    ids=str,
+)
+def test_the_peak_is_that_of_the_allocators_trace(model, checkpointed, tmp_path):
+    is_ours = isinstance(model, dict)
+    source = decoder_source(**model) if is_ours else family_source(model, tmp_path)
     tape = tape_of(source, checkpointed)
     real = allocator_peak(source, real_twin(source, checkpointed), 4, 256)
     assert real > 20 * MIB
-    assert abs(peak_alone(tape) / real - 1) < 0.01
-
-
-@pytest.mark.parametrize(
-    ("keys", "checkpointed"),
-    [({}, True), ({"tied_head": True}, False), ({"dropout": 0.1}, True), ({"dropout": 0.1}, False)],
-    ids=str,
-)
-def test_the_decoders_peak_is_that_of_the_allocators_trace(keys, checkpointed):
-    assert_within_a_percent(decoder_source(**keys), checkpointed)
-
-
-@pytest.mark.parametrize(
-    ("family", "checkpointed"), [(family, place % 2 == 1) for place, family in enumerate(FAMILIES)]
-)
-def test_the_peak_of_a_transformers_model_is_that_of_the_allocators_trace(
-    family, checkpointed, tmp_path
-):
-    assert_within_a_percent(family_source(family, tmp_path), checkpointed)
+    assert abs(peak_of(works_of(tape)) / real - 1) < 0.01
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
@@ -153,7 +146,7 @@ def test_gradients_that_join_a_sum_are_alive_one_by_one(checkpointed):
     model = real_twin(source, checkpointed)
     source.loss(model, source.make_batch(1, 64)).backward()
     real = allocator_peak(source, model, 1, 64)
-    works = [e for e in tape_of(source, checkpointed, 1, 64).events if isinstance(e, Work)]
+    works = works_of(tape_of(source, checkpointed, 1, 64))
     summed = [replace(w, peak=w.summed_peak, net=w.summed_net) for w in works]
     assert abs(peak_of(summed) / real - 1) < 0.01 < peak_of(works) / real - 1
     assert sum(w.net.total for w in summed) == 0
@@ -162,7 +155,7 @@ def test_gradients_that_join_a_sum_are_alive_one_by_one(checkpointed):
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_a_tape_ends_with_the_gradients_and_nothing_else(checkpointed):
     tape = tape_of(decoder_source(tied_head=True), checkpointed, compute_dtype="bfloat16")
-    works = [e for e in tape.events if isinstance(e, Work)]
+    works = works_of(tape)
     assert sum(w.net.grad_full for w in works) == 2 * num_params_of(tape)
     assert sum(w.net.activations for w in works) == sum(w.net.logits for w in works) == 0
     assert all(w.net.temporary == 0 for w in works)
@@ -180,7 +173,7 @@ def test_every_visit_is_followed_by_one_work(checkpointed):
 def test_what_a_checkpoint_inside_a_unit_recomputes_is_told_apart(tmp_path):
     source = family_source("llama", tmp_path)
     plain, checkpointed = tape_of(source, False, 2, 32), tape_of(source, True, 2, 32)
-    works = [e for e in checkpointed.events if isinstance(e, Work)]
+    works = works_of(checkpointed)
     recomputed = sum(c.flops for w in works if w.phase == "recompute" for c in w.costs)
     assert recomputed == flops_of(checkpointed) - flops_of(plain) > 0
     assert not any(e.recomputes for e in checkpointed.events if isinstance(e, Visit))
@@ -205,9 +198,7 @@ def test_the_flops_are_those_that_torch_counts(checkpointed):
     model, counter = real_twin(source, checkpointed), FlopCounterMode(display=False)
     with counter:
         source.loss(model, source.make_batch(4, 256)).backward()
-    products = sum(
-        c.flops for e in tape.events if isinstance(e, Work) for c in e.costs if c.kind == "matmul"
-    )
+    products = sum(c.flops for w in works_of(tape) for c in w.costs if c.kind == "matmul")
     attention = flops_of(tape) - products
     counted = counter.get_total_flops()
     forward = 4 * 4 * 4 * 256 * 256 * 32 * 3 / 2  # two causal products per head, B, H and layer
