@@ -25,7 +25,6 @@ import faulthandler
 import gc
 import importlib
 import inspect
-import logging
 import multiprocessing
 import os
 import pickle
@@ -54,6 +53,7 @@ from torch.distributed.tensor._collective_utils import MeshTopoInfo
 import kept_groups
 
 LOOPBACK = "127.0.0.1"
+CURRENT_TEST = "PYTEST_CURRENT_TEST"  # a variable that pytest sets
 NUM_THREADS = int(os.environ.get("SHARDWISE_TEST_THREADS", "1"))  # of each rank; tests/kernels.py
 HANG_S = 900.0  # what takes longer hangs: thirty times the slowest test on a quiet machine
 GRACE_S = 30.0  # how long the other ranks may take to end once one has failed
@@ -151,7 +151,8 @@ class Ranks:
                 self.kill(rank, signal_number)
 
     def submit(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        body = pickle.dumps((os.getcwd(), warnings.filters, fn, args, kwargs))
+        test = os.environ.get(CURRENT_TEST, "")
+        body = pickle.dumps((os.getcwd(), warnings.filters, test, fn, args, kwargs))
         call = pickle.dumps((sys.path, body))
         if self.resting:
             self.signal_all(signal.SIGCONT)
@@ -251,19 +252,6 @@ _open: list[Ranks] = []
 _pools: dict[int, Ranks] = {}  # by world size
 
 
-@contextlib.contextmanager
-def hearing() -> Iterator[list[str]]:
-    """Yield a list of the messages that the package logs inside."""
-    heard: list[str] = []
-    handler, log = logging.Handler(), logging.getLogger("shardwise")
-    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
-    log.addHandler(handler)
-    try:
-        yield heard
-    finally:
-        log.removeHandler(handler)
-
-
 def run_ranks(
     fn: Callable[..., Any],
     world_size: int,
@@ -305,7 +293,8 @@ def on_ranks(*sizes: Any, **options: Any) -> Callable[[Callable[..., None]], Any
     """Make a test of a function that every rank of each world size calls.
 
     The function gets `rank` and `world_size` if it has such parameters; its others are those of
-    the test: fixtures, and what `parametrize` gives. Without sizes, that gives the size too.
+    the test: fixtures, and what `parametrize` gives. Without sizes, that gives the size too. What
+    has a default may be given by a call of the test, as campaigns do.
     """
 
     def decorate(fn: Callable[..., None]) -> Any:
@@ -318,7 +307,8 @@ def on_ranks(*sizes: Any, **options: Any) -> Callable[[Callable[..., None]], Any
 
         for name in ("__module__", "__name__", "__qualname__", "__doc__"):
             setattr(test, name, getattr(fn, name))
-        names = [size, *(name for name in params if name not in ("rank", size))]
+        given = (n for n, p in params.items() if p.default is p.empty and n != "rank")
+        names = dict.fromkeys((size, *given))
         keyword = inspect.Parameter.KEYWORD_ONLY
         signature = inspect.Signature([inspect.Parameter(name, keyword) for name in names])
         test.__signature__ = signature  # type: ignore[attr-defined]
@@ -374,6 +364,21 @@ def start_ranks(fn: Callable[..., Any], world_size: int, *args: Any, **kwargs: A
     ranks = _open_ranks(world_size, fresh=True)
     ranks.submit(fn, args, kwargs)
     return ranks
+
+
+def begin_all(calls: dict[str, tuple[Any, ...]]) -> Callable[[str], list[Any]]:
+    """Start calls that mostly wait all at once; return what gives the results of one by its name.
+
+    Each call is a function, its number of ranks, and its other arguments.
+    """
+    begun = {name: start_ranks(*call) for name, call in calls.items()}
+
+    def results(name: str) -> list[Any]:
+        outcomes = begun[name].wait()
+        assert all(outcome.ok for outcome in outcomes), [each.describe() for each in outcomes]
+        return [outcome.result for outcome in outcomes]
+
+    return results
 
 
 def close_all() -> None:
@@ -483,7 +488,7 @@ def _serve(
 def _answer(call: bytes, rank: int, world_size: int) -> tuple[bytes, bool]:
     try:
         sys.path[:], body = pickle.loads(call)
-        directory, filters, fn, args, kwargs = pickle.loads(body)
+        directory, filters, os.environ[CURRENT_TEST], fn, args, kwargs = pickle.loads(body)
         os.chdir(directory)
         _reset_state()
         warnings.resetwarnings()
@@ -511,6 +516,14 @@ def _failure(error: BaseException) -> bytes:
         "error_type": type(error).__name__,
     }
     return pickle.dumps(fields)
+
+
+def agreed(value: Any) -> Any:
+    """Check that all ranks have the same value, and return it."""
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    assert all(each == found[0] for each in found), found
+    return value
 
 
 def _reset_state() -> None:

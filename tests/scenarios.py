@@ -67,24 +67,16 @@ class Scenario:
     marks: tuple[Any, ...] = ()
 
 
+OF_A_RUN = ("loss", "optimizer", "batch", "steps", "micro_batches", "replicas", "drawn")
+
+
 def check(rank, world_size, name, settings=None, **changes):
     """Compare a row with the oracle, in its settings or in others."""
     row = replace(SCENARIOS[name], **changes)
     if settings is None:
         settings = row.settings(world_size) if callable(row.settings) else row.settings
-    compare(
-        rank,
-        world_size,
-        row.model,
-        settings,
-        row.loss,
-        row.optimizer,
-        row.batch,
-        row.steps,
-        row.micro_batches,
-        row.replicas,
-        row.drawn,
-    )
+    how = {field: getattr(row, field) for field in OF_A_RUN}
+    compare(rank, world_size, row.model, settings, **how)
 
 
 # Models: a `Stack` with another pass over its blocks, other blocks, or changed parameters.
@@ -576,11 +568,14 @@ class Dropped(nn.Module):
         self.norm = nn.LayerNorm(8)
         self.heads = nn.ModuleList(nn.Linear(8, 3) for _ in range(2))
 
+    def run(self, layer, x):
+        return torch.tanh(layer(x))
+
     def forward(self, x, runs, task):
         x = self.first(x)
-        for layer, run in zip(self.layers, runs, strict=True):
-            if run:
-                x = x + torch.tanh(layer(x))
+        for layer, runs_here in zip(self.layers, runs, strict=True):
+            if runs_here:
+                x = x + self.run(layer, x)
         return self.heads[task](self.norm(x))
 
 
@@ -617,14 +612,8 @@ class NestedDropped(Dropped):
         self.layers = nn.ModuleList(Inner() for _ in range(self.num_layers))
         self.checkpoints = checkpoints
 
-    def forward(self, x, runs, task):
-        x = self.first(x)
-        for layer, run in zip(self.layers, runs, strict=True):
-            if run and self.checkpoints:
-                x = x + checkpoint(layer, x, use_reentrant=False)
-            elif run:
-                x = x + layer(x)
-        return self.heads[task](self.norm(x))
+    def run(self, layer, x):
+        return checkpoint(layer, x, use_reentrant=False) if self.checkpoints else layer(x)
 
 
 class TwoScales(Inner):
@@ -683,18 +672,21 @@ class Explode(torch.autograd.Function):
 
 
 class Fragile(Stack):
-    """Raises where it is told to."""
+    """Raises where it is told to; of a block that is computed again, when that begins."""
 
     fails = ""
     checkpoints = False
+    num_runs = 0
 
     def run(self, number, x):
-        if self.fails == f"forward {number}":
+        self.num_runs += 1
+        if self.fails in (f"forward {number}", f"run {self.num_runs}"):
             raise Boom
         x = self.blocks[number](x)
         return Explode.apply(x) if self.fails == f"backward {number}" else x
 
     def forward(self, x):
+        self.num_runs = 0
         for number in range(3):
             if self.checkpoints:
                 x = checkpoint(self.run, number, x, use_reentrant=False)
@@ -718,8 +710,9 @@ class FragileInside(Fragile):
     block_class = Inner
 
     def run(self, number, x):
-        self.blocks[number].fails = self.fails == f"forward {number}"
-        return super().run(number, x) if not self.blocks[number].fails else self.blocks[number](x)
+        block = self.blocks[number]
+        block.fails = self.fails == f"forward {number}"
+        return block(x) if block.fails else super().run(number, x)
 
 
 class FragileCheckpointed(Fragile):
@@ -729,44 +722,15 @@ class FragileCheckpointed(Fragile):
 WHERE = ["forward 0", "forward 1", "forward 2", "backward 0", "backward 1", "backward 2"]
 
 
-def shaken_loss(model, batch):
+def shaken_loss(model, batch, where=WHERE):
     """Fail once at every place before the good forward."""
-    for where in WHERE:
-        model.fails = where
+    for place in where:
+        model.fails = place
         with pytest.raises(Boom):
             mean_square(model, batch * 3).backward()
         model.fails = ""
         if not hasattr(model, "_shardwise_engine"):
             model.zero_grad()  # a plain model keeps the gradients of half a backward pass
-    return mean_square(model, batch)
-
-
-class FailsInRecompute(Stack):
-    """Raises when a block's forward is run for the second time."""
-
-    fails = False
-    num_runs = 0
-
-    def run(self, block, x):
-        self.num_runs += 1
-        if self.fails and self.num_runs == 5:
-            raise Boom
-        return block(x)
-
-    def forward(self, x):
-        self.num_runs = 0
-        for block in self.blocks:
-            x = checkpoint(self.run, block, x, use_reentrant=False)
-        return self.head(x)
-
-
-def failing_recompute_loss(model, batch):
-    model.fails = True
-    with pytest.raises(Boom):
-        mean_square(model, batch).backward()
-    model.fails = False
-    if not hasattr(model, "_shardwise_engine"):
-        model.zero_grad()
     return mean_square(model, batch)
 
 
@@ -777,9 +741,8 @@ class Detours(Stack):
     num_calls = 0
 
     def forward(self, x):
-        for number in self.ORDERS[self.num_calls % len(self.ORDERS)]:
-            x = self.blocks[number](x)
-        return self.head(x)
+        blocks = [self.blocks[number] for number in self.ORDERS[self.num_calls % 6]]
+        return self.head(in_turn(blocks, x))
 
 
 class DetoursByStep(Detours):
@@ -874,8 +837,14 @@ def settings_on_meshes(units, world_size):
     return [{"stage": 3, "units": replace(placed, optional=units)}, {"stage": 1, "units": placed}]
 
 
+def windows(name, row):
+    """Return a row with one micro-batch a step, and with two."""
+    return {f"{name}, {n} micro-batches": replace(row, micro_batches=n) for n in (1, 2)}
+
+
 odd = partial(Scenario, OddModel, loss=zero.next_byte_loss, batch=token_batch)
 stack = partial(Scenario, Stack)
+routed = partial(Scenario, loss=routed_loss)
 dropped = partial(Scenario, loss=dropped_loss, batch=dropped_batch, steps=4)
 BOTH = [Inner, nn.Linear]
 NESTED_REENTRANT = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
@@ -937,7 +906,7 @@ FAMILIES = {
 SCENARIOS = {
     **FAMILIES,
     # Sizes, optimizers, windows, meshes.
-    "every stage and layout": odd((1, 2, 3), LAYOUTS, steps=4, marks=KERNELS),
+    "every stage and layout": odd((1, 2, 3), LAYOUTS, steps=3, marks=KERNELS),
     "four ranks": odd((4,), HALVES[1], marks=(pytest.mark.slow,)),
     "an optimizer over a loop of parameters": odd(
         (3,), [{"stage": 1, "layout": "flat"}, {"stage": 3}], optimizer=adamw_loop
@@ -983,13 +952,8 @@ SCENARIOS = {
         ModelOutputs, (2,), STAGES, wrapped_loss, marks=(NEEDS_TRANSFORMERS,)
     ),
     "inputs by keyword and in dicts": Scenario(made(by_keyword, KeywordBlock), (3,)),
-    **{
-        f"several forwards before one backward: {loss.__name__}, {n} micro-batches": stack(
-            (2,), loss=loss, micro_batches=n
-        )
-        for loss in (two_forwards_loss, dropped_forward_loss)
-        for n in (1, 2)
-    },
+    **windows("two forwards before one backward", stack((2,), loss=two_forwards_loss)),
+    **windows("a forward is dropped, and one not used", stack((2,), loss=dropped_forward_loss)),
     "evaluation between and inside steps": stack((1, 3), loss=evaluating_loss),
     # Parameters.
     "frozen parameters in an accumulation window": Scenario(
@@ -998,27 +962,14 @@ SCENARIOS = {
     "requires_grad is toggled between steps": stack(
         (1, 3), loss=toggling_loss, drawn=toggled_steps
     ),
-    **{
-        f"a parameter that a step does not use, {n} micro-batches": Scenario(
-            Branches,
-            (1, 3),
-            loss=routed_loss,
-            micro_batches=n,
-            drawn=partial(routed_steps, per_rank=False),
-        )
-        for n in (1, 2)
-    },
-    **{
-        f"a parameter that one rank uses, {n} micro-batches": Scenario(
-            Experts,
-            (2, 3),
-            loss=routed_loss,
-            optimizer=sgd,
-            micro_batches=n,
-            drawn=partial(routed_steps, per_rank=True),
-        )
-        for n in (1, 2)
-    },
+    **windows(
+        "a parameter that a step does not use",
+        routed(Branches, (1, 3), drawn=partial(routed_steps, per_rank=False)),
+    ),
+    **windows(
+        "a parameter that one rank uses",
+        routed(Experts, (2, 3), optimizer=sgd, drawn=partial(routed_steps, per_rank=True)),
+    ),
     "several dtypes in a unit": Scenario(made(block=CocktailBlock), (1, 3)),
     "scalar, empty and tiny parameters": Scenario(
         made(block=OddShapesBlock),
@@ -1026,13 +977,8 @@ SCENARIOS = {
         lambda world_size: SPREAD if world_size == 3 else ENDS,
     ),
     "fewer elements than ranks": Scenario(OnlyEmptyOnSomeRanks, (3,)),
-    **{
-        f"weight decay is a term of the loss: {loss.__name__}, {n} micro-batches": stack(
-            (3,), sample(3 * (loss is decayed_loss) + n), loss, micro_batches=n
-        )
-        for loss in (decayed_loss, decayed_first_loss)
-        for n in (1, 2)
-    },
+    **windows("weight decay is the loss's last term", stack((3,), sample(4), decayed_loss)),
+    **windows("weight decay is its first", stack((3,), sample(1), decayed_first_loss)),
     "a loss of parameters alone": stack((2,), loss=decay_only_loss),
     "parameter groups by ndim": stack((3,), ENDS, optimizer=two_groups),
     # Checkpointing.
@@ -1059,15 +1005,13 @@ SCENARIOS = {
     "a wrapper hands its model's output on": Scenario(
         Wrapped, (1, 3), with_units(["Block", "Skipped", "Skipping"])
     ),
-    "ranks skip different layers at stages 0 to 2": dropped(Dropped, (1, 3), skipping_settings),
-    "ranks skip different layers at stages 0 to 2, accumulation": dropped(
-        Dropped, (1, 3), skipping_settings, optimizer=sgd, micro_batches=2
+    **windows(
+        "ranks skip different layers at stages 0 to 2",
+        dropped(Dropped, (1, 3), skipping_settings, optimizer=sgd),
     ),
-    "ranks skip different optional layers at stage 3": dropped(
-        Dropped, (1, 3), optional_settings([nn.Linear])
-    ),
-    "ranks skip different optional layers at stage 3, accumulation": dropped(
-        Dropped, (1, 3), optional_settings([nn.Linear, nn.LayerNorm]), micro_batches=2
+    **windows(
+        "ranks skip different optional layers at stage 3",
+        dropped(Dropped, (1, 3), optional_settings([nn.Linear, nn.LayerNorm])),
     ),
     **{
         f"what is inside a skipped layer is skipped{', checkpointing' * checkpoints}": dropped(
@@ -1087,7 +1031,9 @@ SCENARIOS = {
     "a step raised": Scenario(Fragile, (1, 3), loss=shaken_loss),
     "a step raised inside a unit": Scenario(FragileInside, (1, 3), loss=shaken_loss),
     "a checkpointed step raised": Scenario(FragileCheckpointed, (2,), loss=shaken_loss),
-    "recomputation raised": Scenario(FailsInRecompute, (2,), loss=failing_recompute_loss),
+    "recomputation raised": Scenario(
+        FragileCheckpointed, (2,), loss=partial(shaken_loss, where=["run 5"])
+    ),
     "the order of units changes from step to step": Scenario(
         DetoursByStep,
         (1, 3),

@@ -156,8 +156,6 @@ def test_shard_takes_what_carries_data_parallelism(rank, num_ranks):
 
 @on_ranks(1, 3, 4)
 def test_models_on_equal_meshes_leave_no_more_groups_and_threads_than_one(rank, num_ranks):
-    """Make models on equal meshes, and drop them."""
-
     def on_axes():
         return shardwise.shard(nn.Linear(4, 4), mesh=Axes(ep=num_ranks))
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from ranks import RankError, run_ranks
+from ranks import on_ranks, run_ranks
 from roundings import assert_all_rounded_alike, of_gradient
 from shardwise import accumulate, shard
 from shardwise.data import Samples, TokenFiles
@@ -150,29 +150,22 @@ def test_sizes_that_do_not_fit_and_a_step_that_is_left_early_are_refused():
     assert [(step.number, len(list(step))) for step in steps] == [(2, 3), (3, 3)]
 
 
-def steps_of(rank, world_size, samples):
-    next(samples.steps(iter(samples)))
+@pytest.mark.parametrize("samples", [Samples(40, global_batch=6, micro_batch=2)], ids=["alone"])
+@on_ranks(2)
+def test_samples_made_before_the_process_group_are_refused(samples):
+    with pytest.raises(StateError, match="divided over 1 ranks, and there are 2: make Samples af"):
+        next(samples.steps(iter(samples)))
 
 
-def test_samples_made_before_the_process_group_are_refused():
-    samples = Samples(40, global_batch=6, micro_batch=2)
-    with pytest.raises(
-        RankError, match="divided over 1 ranks, and there are 2: make Samples after"
-    ):
-        run_ranks(steps_of, 2, samples)
-
-
-def infinite_neighbour(rank, world_size):
+@on_ranks(3)
+def test_a_pass_without_weight_takes_no_sample_of_another_step():
     """Take a step whose next one has a sample that is not finite."""
     samples = Samples(40, global_batch=8, micro_batch=2, shuffle=False)
     data = torch.arange(40.0).index_fill(0, torch.arange(8, 40), torch.inf)
     step = next(samples.steps(data[mine] for mine in samples))
-    return [float(micro.batch.sum() * micro.weight) for micro in step]
-
-
-def test_a_pass_without_weight_takes_no_sample_of_another_step():
-    sums = [value for values in run_ranks(infinite_neighbour, 3) for value in values]
-    assert sum(sums) / 3 == pytest.approx(sum(range(8)) / 4)
+    mine = torch.stack([micro.batch.sum() * micro.weight for micro in step]).sum()
+    torch.distributed.all_reduce(mine)
+    assert float(mine) / 3 == pytest.approx(sum(range(8)) / 4)
 
 
 def weights_after(rank, world_size, seeds_draws):

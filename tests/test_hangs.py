@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -43,6 +42,7 @@ from shardwise.train.text import load_tokenizer
 SAMPLE = [
     Case("data", "stop", rank=0, place="loss", step=150, timeout_s=10.0, agent=False),
     Case("data", "kill", place="backward", unit=2, timeout_s=10.0),
+    Case("data", "raise", place="step", timeout_s=10.0),
     Case("pipeline", "stop", rank=3, unit=1, timeout_s=10.0),
     Case("fully_shard", "skip", place="loss", timeout_s=10.0),
     Case("ddp", "loader", place="loader", timeout_s=10.0),
@@ -100,6 +100,8 @@ def test_every_survivor_ends_and_names_the_rank_and_what_ails_it(running, case):
         text = Path(folder, f"{rank}.log").read_text()
         assert not outcomes[rank].ok and not outcomes[rank].timed_out, outcomes[rank].describe()
         assert named(case, End(rank, None, None, None, text)), text
+        if case.fault in ("kill", "raise"):
+            assert "imed out" not in text, "it waited for the timeout of the process group"
 
 
 # -- whether a process lives
@@ -177,6 +179,8 @@ def test_ranks_in_different_calls_are_told_apart_from_those_stuck_in_one():
     for rank, beat in {0: waits(key="other"), 1: waits(), 2: waits(), 3: beats()}.items():
         heard.add(rank, beat)
     assert Table(heard, 2, record(ranks=(0, 1, 2, 3))).reporter == 1  # it waits in the same call
+    heard.is_current = False
+    assert Table(heard, 2, record(ranks=(0, 1, 2, 3))).reporter == 2
     assert "stuck inside" in table(_1=waits(), _2=waits()).describe()
 
 
@@ -340,31 +344,3 @@ def test_what_is_no_time_is_refused(wrong):
 def test_a_main_thread_that_computes_is_in_no_wait_of_torchs():
     assert torch_call() is None
     assert "test_hangs.py" in lines_of_main()
-
-
-def wait_in_barrier(rank, world_size, folder):
-    """Return what a thread of rank 0 sees of its main thread, which waits in a barrier."""
-    seen = []
-
-    def look():
-        while (call := torch_call()) is None:
-            time.sleep(0.05)
-        seen.append(call.text)
-        Path(folder, "seen").touch()
-
-    if rank == 0:
-        thread = threading.Thread(target=look)
-        thread.start()
-        dist.barrier()
-        thread.join()
-        return seen[0]
-    while not Path(folder, "seen").exists():
-        time.sleep(0.05)
-    dist.barrier()
-    return ""
-
-
-def test_a_wait_in_a_call_of_torchs_is_seen_from_another_thread():
-    with tempfile.TemporaryDirectory() as folder:
-        found = run_ranks(wait_in_barrier, 3, folder)
-    assert found[0] == "torch's barrier over ranks 0, 1, 2"

@@ -13,6 +13,7 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import shardwise
+from models import Block
 from ranks import HANG_S
 from shardwise.config import PRECISIONS, Precision, Schedule, Units, resolve_config
 from shardwise.engine.api import engine_of
@@ -25,19 +26,10 @@ from shardwise.train.config import TrainConfig, load_config
 SOURCES = Path(__file__).parents[1] / "src"
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.inner(x)
-
-
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.layers = nn.ModuleList(Block(4) for _ in range(2))
         self.head = nn.Linear(4, 2)
 
     def forward(self, x):
@@ -104,7 +96,7 @@ SLIPS = [
     (lambda: shardwise.shard(None), "model: expected a torch.nn.Module, got None"),
     (lambda: shardwise.shard(Net), "got the class Net; make one of it: Net(...)"),
     (lambda: shardwise.shard(nn.parallel.DistributedDataParallel(Net())), "which is its .module"),
-    (lambda: shardwise.shard(sharded().layers[0]), "'inner.weight' is sharded already, with a"),
+    (lambda: shardwise.shard(sharded().layers[0]), "'up.weight' is sharded already, with a"),
     (lambda: shardwise.shard(Net(), units="block"), "block matches no module; did you mean Block?"),
     (lambda: shardwise.shard(Net(), units=5), "units=5: expected module classes, their names, or"),
     (lambda: shardwise.shard(Net(), units=[5]), "units: expected module classes, their names, or"),
@@ -178,6 +170,7 @@ def test_a_slip_on_the_command_line_is_answered_without_torch(tmp_path):
     lines = {
         "trian": "Did you mean 'train'?",
         "train --staeg 3": "No such option: --staeg",
+        "train --ranks 2 --dp-replicate 3": "dp_replicate=3 does not divide 2 ranks",
         "train --stage 9": "flag --stage: stage: expected 0, 1, 2 or 3, got 9",
         "train --precision bfloat": "precision: expected 'fp32', 'bf16' or 'fp16', got 'bfloat'",
         "train typo.yaml": "typo.yaml: unknown key 'stge'; did you mean 'stage'?",

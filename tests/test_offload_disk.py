@@ -4,15 +4,16 @@ import ctypes
 import errno
 import gc
 import logging
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ranks import HANG_S
+from ranks import HANG_S, forked
 from shardwise.errors import ConfigError, StateError, StorageError
 from shardwise.offload import disk as disk_module
 from shardwise.offload.disk import Disk
@@ -38,56 +39,47 @@ def host_memory(num_bytes):
     return torch.empty(num_bytes, dtype=torch.uint8)
 
 
-@dataclass
-class FaultySystem(System):
-    """Calls that fail on command: ``fault(op, folder number, at)`` may raise, wait or say how much.
+def faulty(op):
+    """Return a call of the system that asks ``fault`` first, and counts."""
+    plain = getattr(System, op)
 
-    What it returns bounds the bytes of one read or write. Folders are numbered as they are opened.
+    def call(self, target, *args):
+        folder = target.name if op == "open" else self.folders[target]
+        self.counts[op] += 1
+        limit = self.fault(op, folder, args[0] if args else 0)
+        if limit is not None:
+            return _some(partial(plain, self), target, *args, limit)
+        done = plain(self, target, *args)
+        if op == "open":
+            self.folders[done] = folder
+        return done
+
+    return call
+
+
+class FaultySystem(System):
+    """Calls that fail on command: ``fault(op, folder, at)`` may raise, wait or say how much.
+
+    What it returns bounds the bytes of one read or write.
     """
 
-    fault: Callable[[str, str, int], int | None] = lambda op, folder, at: None
-    counts: dict[str, int] = field(default_factory=dict)
-    folders: dict[int, str] = field(default_factory=dict)  # by descriptor
+    open, reserve, close = faulty("open"), faulty("reserve"), faulty("close")
+    read, write = faulty("read"), faulty("write")
+    go_direct, drop_cache = faulty("go_direct"), faulty("drop_cache")
 
-    def open(self, folder):
-        self._do("open", folder.name, 0)
-        fd = super().open(folder)
-        self.folders[fd] = folder.name
-        return fd
+    def __init__(self, fault=None):
+        super().__init__()
+        self.fault = fault or no_fault
+        self.counts = Counter()
+        self.folders = {}  # by descriptor
 
-    def reserve(self, fd, num_bytes):
-        self._do("reserve", self.folders[fd], num_bytes)
-        super().reserve(fd, num_bytes)
 
-    def go_direct(self, fd):
-        self._do("go_direct", self.folders[fd], 0)
-        super().go_direct(fd)
-
-    def read(self, fd, at, into):
-        limit = self._do("read", self.folders[fd], at)
-        return _some(super().read, fd, at, into, limit)
-
-    def write(self, fd, at, data):
-        limit = self._do("write", self.folders[fd], at)
-        return _some(super().write, fd, at, data, limit)
-
-    def drop_cache(self, fd, at, num_bytes):
-        self._do("drop_cache", self.folders[fd], at)
-        super().drop_cache(fd, at, num_bytes)
-
-    def close(self, fd):
-        self._do("close", self.folders[fd], 0)
-        super().close(fd)
-
-    def _do(self, op, folder, at):
-        self.counts[op] = self.counts.get(op, 0) + 1
-        return self.fault(op, folder, at)
+def no_fault(op, folder, at):
+    return None
 
 
 def _some(call, fd, at, parts, limit):
     """Do ``limit`` bytes at most. Of the last block, if that is not whole, nothing is done."""
-    if limit is None:
-        return call(fd, at, parts)
     taken, rest = [], limit - limit % ALIGNMENT
     for part in parts:
         taken.append(part[:rest])
@@ -120,13 +112,25 @@ def folder(tmp_path):
 
 
 @pytest.fixture
-def two(folder):
+def two(folder, monkeypatch):
+    monkeypatch.setattr(disk_module, "_TRIAL_BYTES", 16 * ALIGNMENT)  # to measure their speed
     both = folder / "a", folder / "b"
     for path in both:
         path.mkdir()
     yield both
     for path in both:
         path.rmdir()  # which it could not be with a file in it
+
+
+def start(op, disk, *args):
+    """Begin a read or a write."""
+    return (disk.start_read if op == "read" else disk.start_write)(*args)
+
+
+@pytest.fixture
+def small_stripes(monkeypatch):
+    small = partial(Stripes, stripe_bytes=2 * ALIGNMENT)
+    monkeypatch.setattr(disk_module, "Stripes", small)
 
 
 def some_bytes(num_bytes, seed=0):
@@ -221,13 +225,10 @@ operations = st.lists(
 
 @pytest.mark.parametrize("num_folders", [1, 2])
 def test_any_sequence_of_reads_and_writes_gives_the_bytes_of_plain_memory(
-    two, monkeypatch, num_folders
+    two, monkeypatch, num_folders, small_stripes
 ):
     size = 60_000
     monkeypatch.setattr(disk_module, "_REQUEST_BYTES", 4 * ALIGNMENT)
-    monkeypatch.setattr(
-        disk_module, "Stripes", lambda speeds: Stripes(speeds, stripe_bytes=2 * ALIGNMENT)
-    )
     with opened(*two[:num_folders], buffers=3, buffer_bytes=20_480) as disk:
 
         @given(operations)
@@ -309,17 +310,13 @@ def test_a_transfer_waits_for_those_of_its_bytes_and_for_no_other(folder, first,
         for begin in (1, 2):
             disk.start_write(file, begin * ALIGNMENT, old).wait()
         system.fault = fault
-        found = torch.zeros_like(old)
-        start = {
-            "read": lambda: disk.start_read(file, ALIGNMENT, found),
-            "write": lambda: disk.start_write(file, ALIGNMENT, new),
-        }
-        before, after = start[first](), start[then]()
+        memory = {"read": torch.zeros_like(old), "write": new}
+        before, after = (start(op, disk, file, ALIGNMENT, memory[op]) for op in (first, then))
         assert_kept(disk, file, 2 * ALIGNMENT, old)
         assert not before.is_over and not after.is_over
         go_on.set()
         after.wait()
-        assert before.is_over and torch.equal(found, new if first == "write" else old)
+        assert before.is_over and torch.equal(memory["read"], new if first == "write" else old)
 
 
 def test_neighbours_in_one_block_that_are_written_at_once_keep_their_bytes(folder):
@@ -335,11 +332,11 @@ def test_neighbours_in_one_block_that_are_written_at_once_keep_their_bytes(folde
 
 
 @pytest.mark.parametrize("most", [ALIGNMENT, 3 * ALIGNMENT + 100])
-def test_calls_that_do_a_part_are_repeated_for_the_rest(two, most):
+def test_calls_that_do_a_part_are_repeated_for_the_rest(two, most, small_stripes):
     system = FaultySystem(lambda op, where, at: most if op in ("read", "write") else None)
     with opened(*two, system=system) as disk:
-        data = some_bytes(3 * MIB + 17)
-        file = disk.file("u", 4 * MIB)
+        data = some_bytes(100_017)
+        file = disk.file("u", MIB)
         disk.start_write(file, 5, data)
         assert_kept(disk, file, 5, data)
 
@@ -468,7 +465,7 @@ def test_a_disk_that_fails_is_told_with_rank_unit_folder_and_what_to_do(two, op)
         file, data = disk.file("blocks.7", 4 * MIB), some_bytes(4 * MIB)
         disk.start_write(file, 0, data).wait()
         system.fault = fails(op, errno.EIO, "b")
-        transfer = (disk.start_read if op == "read" else disk.start_write)(file, 0, data)
+        transfer = start(op, disk, file, 0, data)
         verb = "reading" if op == "read" else "writing"
         expected = (
             rf"rank 3, unit 'blocks\.7': {verb} .* MiB in {two[1]} failed: Input/output error "
@@ -477,7 +474,7 @@ def test_a_disk_that_fails_is_told_with_rank_unit_folder_and_what_to_do(two, op)
         for _ in range(2):  # every time
             with pytest.raises(StorageError, match=expected):
                 transfer.wait()
-        system.fault = FaultySystem.fault
+        system.fault = no_fault
         if op == "write":  # what is there may be of two steps, so it is not read any more
             with pytest.raises(StorageError, match=expected):
                 disk.start_read(file, 0, data).wait()
@@ -499,7 +496,7 @@ def test_what_nobody_waited_for_is_raised_once_by_the_next_call(folder):
             file, other = disk.file("", 100), disk.file("other", 100)
             system.fault = fails("write", errno.EIO)
             disk.start_write(file, 0, torch.ones(4)).join()
-            system.fault = FaultySystem.fault
+            system.fault = no_fault
             with pytest.raises(StorageError, match=r"rank 3, unit '\(root\)': writing 16 B"):
                 call(disk, file)
             disk.start_write(other, 0, torch.ones(4)).wait()
@@ -542,9 +539,8 @@ def test_a_call_that_fails_or_does_nothing_is_an_error(folder, op, fault, said):
     with opened(folder, system=system) as disk:
         file = disk.file("u", MIB)
         system.fault = fault
-        start = disk.start_read if op == "read" else disk.start_write
         with pytest.raises(StorageError, match=said):
-            start(file, 0, some_bytes(MIB)).wait()
+            start(op, disk, file, 0, some_bytes(MIB)).wait()
 
 
 @pytest.mark.parametrize("case", ["missing", "a file", "refused"])
@@ -625,7 +621,7 @@ def test_a_disk_that_nobody_holds_any_more_ends_its_threads_and_files(folder):
 
 
 PROGRAM = """
-import sys, time, torch
+import sys, torch
 from pathlib import Path
 from shardwise.offload.disk import Disk
 disk = Disk([Path(sys.argv[1])], 1 << 20, 2, lambda n: torch.zeros(n, dtype=torch.uint8), 0)
@@ -633,35 +629,36 @@ file = disk.file("u", 256 << 20)
 for n in range(64):
     buffer = disk.take()
     disk.start_write(file, n << 20, buffer.memory, buffer.release)
-print("wrote", flush=True)
-if len(sys.argv) > 2:
-    time.sleep(600)
 """
 
 
-def start_program(*args):
-    command = [sys.executable, "-c", PROGRAM, *args]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
+def write_and_wait(folder, pipe):
+    disk = Disk([folder], MIB, 2, host_memory, 0)
+    file = disk.file("u", 256 * MIB)
+    for n in range(8):
+        disk.start_write(file, n * MIB, some_bytes(MIB))
+    pipe.send("wrote")
+    time.sleep(2 * HANG_S)
 
 
 def test_a_process_that_is_killed_leaves_no_file_and_no_space_taken(folder):
-    program = start_program(str(folder), "sleep")
+    ours, theirs = multiprocessing.Pipe()
+    process = forked(write_and_wait, (folder, theirs), "writer", daemon=True)
     try:
-        assert program.stdout is not None and program.stdout.readline() == "wrote\n"
-        held = [os.stat(p) for p in Path(f"/proc/{program.pid}/fd").iterdir() if p.exists()]
+        assert ours.recv() == "wrote"
+        held = [os.stat(p) for p in Path(f"/proc/{process.pid}/fd").iterdir() if p.exists()]
         assert any(s.st_size == 256 * MIB and s.st_nlink == 0 for s in held)
         assert not list(folder.iterdir())
     finally:
-        program.send_signal(signal.SIGKILL)
-        program.communicate(timeout=HANG_S)
-    assert program.returncode == -signal.SIGKILL and not list(folder.iterdir())
+        process.kill()
+        process.join(HANG_S)
+    assert process.exitcode == -signal.SIGKILL and not list(folder.iterdir())
 
 
 def test_a_program_that_ends_without_closing_does_not_hang(folder):
-    program = start_program(str(folder))
-    out, _ = program.communicate(timeout=HANG_S)
-    assert out == "wrote\n" and program.returncode == 0
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", PROGRAM, str(folder)]
+    assert subprocess.run(command, env=env, timeout=HANG_S).returncode == 0
 
 
 def test_a_file_system_without_nameless_files_has_them_without_a_name_all_the_same(

@@ -1,7 +1,6 @@
 """State of a plain or DDP run, loaded by torch's own calls: cut, and trained on to the bit."""
 
 import io
-import logging
 
 import pytest
 import torch
@@ -11,9 +10,10 @@ from torch.distributed.tensor import DTensor
 import shardwise
 from models import Stack
 from oracle import assert_same_bits, plain_loop
-from ranks import on_ranks, run_ranks, run_sizes
+from ranks import on_ranks, run_sizes
 from shardwise.errors import ConfigError, ShardError
 from shardwise.tensor.plain_state import cut_plain_state
+from trainer import full, logged, make_steps, mean_square
 
 BEFORE, AFTER = 2, 2
 
@@ -61,42 +61,25 @@ class Odd(Stack):
         return super().forward(x * self.scale)
 
 
-def loss_of(model, batch):
-    return model(batch).square().mean()
-
-
-def batches(num_ranks):
-    generator = torch.Generator().manual_seed(1)
-    return [
-        [[torch.randn(3, 8, generator=generator) for _ in range(num_ranks)]]
-        for _ in range(BEFORE + AFTER)
-    ]
-
-
 def plain_run(num_ranks, factory):
     """Return what a plain run saves half way, and where it ends, state included."""
     torch.manual_seed(0)
     model = Odd()
-    steps = batches(num_ranks)
-    truth = plain_loop(model, steps[:BEFORE], loss_of, factory)
+    steps = make_steps(num_ranks, BEFORE + AFTER)
+    truth = plain_loop(model, steps[:BEFORE], mean_square, factory)
     file = io.BytesIO()
     torch.save({"model": model.state_dict(), "optimizer": truth.optimizer.state_dict()}, file)
-    truth = plain_loop(model, steps[BEFORE:], loss_of, lambda _: truth.optimizer)
+    truth = plain_loop(model, steps[BEFORE:], mean_square, lambda _: truth.optimizer)
     return file.getvalue(), everything(model, truth.optimizer)
-
-
-def whole(value):
-    found = value.full_tensor() if hasattr(value, "full_tensor") else value
-    return found.detach().clone() if isinstance(found, Tensor) else found
 
 
 def everything(model, optimizer):
     found = {}
     for name, param in model.named_parameters():
-        found[name] = whole(param)
+        found[name] = full(param)
         for key, value in optimizer.state[param].items():
             if isinstance(value, Tensor):
-                found[f"{name} {key}"] = whole(value)
+                found[f"{name} {key}"] = full(value)
     return found
 
 
@@ -139,7 +122,7 @@ def check_cut_values(optimizer, saved):
         for key, value in optimizer.state[param].items():
             expected = state[number][key]
             assert type(value) is Tensor if key == "step" else isinstance(value, DTensor)
-            assert torch.equal(whole(value), expected.view(value.shape)), (number, key)
+            assert torch.equal(full(value), expected.view(value.shape)), (number, key)
 
 
 def go_on(rank, world_size, runs):
@@ -156,8 +139,8 @@ def go_on(rank, world_size, runs):
             if how == "fully_shard" and world_size > 2:  # it sums in another order than the loop
                 check_cut_values(optimizer, saved)
                 continue
-            for step in batches(world_size)[BEFORE:]:
-                loss_of(model, step[0][rank]).backward()
+            for step in make_steps(world_size, BEFORE + AFTER)[BEFORE:]:
+                mean_square(model, step[0][rank]).backward()
                 optimizer.step()
                 optimizer.zero_grad()
             actual = everything(model, optimizer)
@@ -192,14 +175,17 @@ def test_state_of_another_shape_is_refused_with_the_parameters_name():
     model = shardwise.shard(nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 4)).sum().backward()
-    before = [whole(p) for p in model.parameters()]
+    before = [full(p) for p in model.parameters()]
     optimizer.load_state_dict(theirs.state_dict())
     with pytest.raises(ConfigError, match=r"'exp_avg' of '1.weight' has shape \(2, 5\).*\(3, 5\)"):
         optimizer.step()
-    assert all(torch.equal(a, whole(p)) for a, p in zip(before, model.parameters(), strict=True))
+    assert all(torch.equal(a, full(p)) for a, p in zip(before, model.parameters(), strict=True))
 
 
-def save_before_a_step(rank, world_size, saved, folder):
+@on_ranks(2)
+def test_a_save_right_after_such_a_load_is_cut_too(tmp_path):
+    saved, _ = plain_run(2, OPTIMIZERS["adamw"])
+    folder = tmp_path / "saved"
     model = sharded("stage 3")
     optimizer = OPTIMIZERS["adamw"](list(model.parameters()))
     load("stage 3", model, optimizer, saved)
@@ -209,11 +195,6 @@ def save_before_a_step(rank, world_size, saved, folder):
     shardwise.load(folder, again, other)
     assert_same_bits(everything(again, other), everything(model, optimizer))
     assert all(hasattr(s["exp_avg"], "to_local") for s in other.state.values())
-
-
-def test_a_save_right_after_such_a_load_is_cut_too(tmp_path):
-    saved, _ = plain_run(2, OPTIMIZERS["adamw"])
-    run_ranks(save_before_a_step, 2, saved, str(tmp_path / "c"))
 
 
 @on_ranks(1, 3)
@@ -227,7 +208,7 @@ def test_torchs_full_state_dicts_are_whole_plain_tensors(rank):
     for how in ("stage 3", "stage 3, flat", "stage 0", "fully_shard"):
         model = sharded(how)
         optimizer = torch.optim.AdamW(model.parameters())
-        loss_of(model, torch.ones(2, 8)).backward()
+        mean_square(model, torch.ones(2, 8)).backward()
         optimizer.step()
         optimizer.zero_grad()
         expected = everything(model, optimizer)
@@ -269,10 +250,6 @@ def test_what_cannot_be_saved_from_slices_says_what_to_call(rank, tmp_path):
 @on_ranks(1, 3)
 def test_parameters_in_16_bits_that_are_stepped_without_masters_are_named(rank):
     """Step parameters in bfloat16, alone and under fp32 masters, and look at rank 0's log."""
-    said = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("shardwise").addHandler(handler)
     keeps = shardwise.Precision(torch.bfloat16)
     for make, is_warned in (
         (lambda: shardwise.shard(nn.LayerNorm(8).bfloat16(), precision=keeps), True),
@@ -281,11 +258,11 @@ def test_parameters_in_16_bits_that_are_stepped_without_masters_are_named(rank):
     ):
         model = make()
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        said.clear()
-        for _ in range(2):
-            model(torch.linspace(-1, 1, 8, dtype=torch.bfloat16)[None]).square().sum().backward()
-            optimizer.step()
+        with logged() as said:
+            for _ in range(2):
+                x = torch.linspace(-1, 1, 8, dtype=torch.bfloat16)[None]
+                model(x).square().sum().backward()
+                optimizer.step()
         wanted = "SGD steps parameters in 16 bits without fp32 masters: 'weight', 'bias'"
         found = [text for text in said if wanted in text]
         assert len(found) == (is_warned and rank == 0), said
-    logging.getLogger("shardwise").removeHandler(handler)

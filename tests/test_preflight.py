@@ -90,6 +90,7 @@ def fly(rank: int, world: int, folder: Path) -> dict[str, Any]:
         reports["missing"] = look("missing", LATE_S)
     again = dist.PrefixStore("end", store)  # which the test's ranks leave
     dist.init_process_group("gloo", store=again, rank=rank, world_size=world)
+    dist.barrier()  # a rank that left now would close connections that others are still opening
     return reports
 
 

@@ -10,22 +10,19 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from ranks import on_ranks, run_ranks
-from shardwise import ShardTensor, accumulate, describe, fully_shard, gathered, shard
+from ranks import agreed, on_ranks
+from shardwise import accumulate, describe, fully_shard, gathered, shard
 from shardwise.config import Precision, Schedule
 from shardwise.debug import stats
 from shardwise.engine.api import engine_of
 from shardwise.errors import ConfigError, ShardError, StateError
 from trainer import SPREAD
+from trainer import full as whole
 
 
-class Block(nn.Module):
+class Block(nn.Sequential):
     def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return torch.tanh(self.linear(x))
+        super().__init__(nn.Linear(4, 4))
 
 
 class Net(nn.Module):
@@ -63,10 +60,6 @@ def assert_unchanged(before, after):
     for old, new in zip(before, after, strict=True):
         same = torch.equal(whole(old), whole(new)) if isinstance(old, Tensor) else old == new
         assert same, "the refusal changed the model"
-
-
-def whole(tensor):
-    return tensor.full_tensor() if isinstance(tensor, ShardTensor) else tensor
 
 
 @contextmanager
@@ -196,7 +189,9 @@ def test_without_a_process_group_sharding_is_refused_with_what_to_do():
 # The window and the step.
 
 
-def check_window(rank, world_size, stage):
+@pytest.mark.parametrize("stage", [0, 1])
+@on_ranks(2)
+def test_a_gradient_in_an_open_window_is_refused_with_the_remedy(stage):
     model = shard(Net(), stage=stage)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     parameters = list(model.parameters())
@@ -228,7 +223,9 @@ def check_window(rank, world_size, stage):
         assert torch.equal(grad, param.grad.full_tensor() * 2)
 
 
-def check_dropped_window(rank, world_size, stage):
+@pytest.mark.parametrize("stage", [0, 1])
+@on_ranks(2)
+def test_a_gradient_in_an_open_window_may_be_dropped(stage):
     """zero_grad inside a window forgets what was accumulated, both ways."""
     model = shard(Net(), stage=stage)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -245,12 +242,6 @@ def check_dropped_window(rank, world_size, stage):
                 loss_of(model).backward()
             for param, grad in zip(model.parameters(), expected, strict=True):
                 assert torch.equal(param.grad.full_tensor(), grad)
-
-
-def test_a_gradient_in_an_open_window_is_refused_with_the_remedy_and_may_be_dropped():
-    for stage in (0, 1):
-        run_ranks(check_window, 2, stage)
-        run_ranks(check_dropped_window, 2, stage)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -271,7 +262,8 @@ def test_a_step_between_forward_and_backward_is_refused(stage):
 # gathered().
 
 
-def check_gathered(rank, world_size):
+@on_ranks(3)
+def test_gathered_parameters_are_read_and_written_and_no_change_is_lost(rank, world_size):
     for options in (*SPREAD, {"stage": 1, "layout": "rows"}):
         torch.manual_seed(3)
         plain = Net()
@@ -285,10 +277,10 @@ def check_gathered(rank, world_size):
                 assert type(value) is Tensor and torch.equal(value, plain.state_dict()[name])
             assert torch.equal(loss_of(model), loss_of(plain))
         assert all(p is params[n] for n, p in model.named_parameters())
-        weight, bias = params["embed.weight"], params["blocks.1.linear.bias"]
+        weight, bias = params["embed.weight"], params["blocks.1.0.bias"]
         with gathered(weight, bias) as (full_weight, full_bias):
             assert torch.equal(full_weight, plain.embed.weight)
-            assert torch.equal(full_bias, plain.blocks[1].linear.bias)
+            assert torch.equal(full_bias, plain.blocks[1][0].bias)
         with torch.no_grad():
             with gathered(weight, writeback=True) as (full,):
                 full.mul_(2)
@@ -302,17 +294,18 @@ def check_gathered(rank, world_size):
             assert torch.equal(whole(weight), torch.full((7, 4), 7.0))
         for what in (model, bias):
             with (
-                pytest.raises(StateError, match=r"blocks.1.linear.bias changed .*writeback=True"),
+                pytest.raises(StateError, match=r"blocks.1.0.bias changed .*writeback=True"),
                 torch.no_grad(),
                 gathered(what) as found,
             ):
                 if rank == world_size - 1:
-                    (found[0] if what is bias else model.blocks[1].linear.bias).add_(1)
-            assert torch.equal(whole(bias), plain.blocks[1].linear.bias)
+                    (found[0] if what is bias else model.blocks[1][0].bias).add_(1)
+            assert torch.equal(whole(bias), plain.blocks[1][0].bias)
         loss_of(model).backward()
 
 
-def check_gathered_errors(rank, world_size):
+@on_ranks(2)
+def test_gathered_is_left_alone_by_an_error_and_refuses_what_is_no_parameter():
     model = shard(Net())
     params = list(model.parameters())
     values = [p.full_tensor() for p in params]
@@ -336,14 +329,8 @@ def check_gathered_errors(rank, world_size):
         pass
 
 
-def test_gathered_parameters_are_read_and_written_and_no_change_is_lost():
-    run_ranks(check_gathered, 3)
-    run_ranks(check_gathered_errors, 2)
-
-
 @on_ranks(2)
 def test_a_model_whose_parameters_were_replaced_is_refused_and_nothing_is_lost():
-    """What replaces the parameters is refused at the latest in the next forward."""
     changes = {
         "half": lambda m: m.half(),
         "double": lambda m: m.to(torch.float64),
@@ -394,7 +381,9 @@ class Wide(nn.Module):
         self.scale = nn.Parameter(torch.ones(8))
 
 
-def check_description(rank, world_size, layout):
+@pytest.mark.parametrize("layout", ["rows", "flat"])
+@on_ranks(4)
+def test_a_description_shows_every_unit_with_its_numbers_and_suggests_flat(layout):
     model = shard(Wide(), layout=layout, stage=2)
     seen = describe(model)
     assert (seen.stage, seen.num_shards, seen.num_replicas) == (2, 4, 1)
@@ -406,16 +395,12 @@ def check_description(rank, world_size, layout):
     assert first.padding_bytes == padding and first.rank_bytes == (160 + padding) // 4
     assert first.padding_share == padding / 160 and root.padding_bytes == 0
     assert seen.rank_bytes == sum(u.rank_bytes for u in seen.units)
-    return str(seen)
-
-
-def test_a_description_shows_every_unit_with_its_numbers_and_suggests_flat():
-    rows, *others = run_ranks(check_description, 4, "rows")
-    assert all(other == rows for other in others)
-    assert rows.startswith("stage 2 over 4 ranks: 88 parameters, 352 B full, ")
-    assert "├─ blocks.0 [Linear]  1 parameters, 40 elements, float32, rows: 160 B full" in rows
-    assert "└─ blocks.1" in rows and "padding 96 B (60.0%)" in rows
-    assert "'blocks.1': rows that do not divide by 4 cost 60.0% padding" in rows
-    assert 'layout="flat" would cost none' in rows
-    flat = run_ranks(check_description, 4, "flat")[0]
-    assert "would cost none" not in flat and "flat: 160 B full, 40 B per rank" in flat
+    text = agreed(str(seen))
+    if layout == "flat":
+        assert "would cost none" not in text and "flat: 160 B full, 40 B per rank" in text
+        return
+    assert text.startswith("stage 2 over 4 ranks: 88 parameters, 352 B full, ")
+    assert "├─ blocks.0 [Linear]  1 parameters, 40 elements, float32, rows: 160 B full" in text
+    assert "└─ blocks.1" in text and "padding 96 B (60.0%)" in text
+    assert "'blocks.1': rows that do not divide by 4 cost 60.0% padding" in text
+    assert 'layout="flat" would cost none' in text

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.overrides import handle_torch_function
 
+from models import Block
 from ranks import on_ranks
 from roundings import assert_rounded_alike
 from shardwise import ShardTensor, gathered, shard
@@ -20,23 +21,13 @@ LAYOUTS = ("rows", "flat", "matrices")
 STAGES = (0, 1, 2, 3)
 
 
-class Block(nn.Module):
-    def __init__(self, width, inner):
-        super().__init__()
-        self.up = nn.Linear(width, inner)
-        self.down = nn.Linear(inner, width)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(x)))
-
-
 class Net(nn.Module):
-    """Shapes that divide by nothing: 7 x 3, 5 x 3, 3 x 5, a scalar."""
+    """Shapes that 3 does not divide: 7 x 4, 4 x 7, vectors, a scalar."""
 
     def __init__(self):
         super().__init__()
-        self.embed = nn.Embedding(7, 3)
-        self.blocks = nn.ModuleList(Block(3, 5) for _ in range(2))
+        self.embed = nn.Embedding(7, 4)
+        self.blocks = nn.ModuleList(Block(4) for _ in range(2))
         self.scale = nn.Parameter(torch.tensor(1.5))
 
     def forward(self, tokens):
@@ -170,21 +161,7 @@ def test_full_values_are_written_into_parameters_and_gradients_by_their_slices(l
 
 
 @in_layouts(1, 3)
-def test_zero_grad_zeroes_or_drops_the_gradients(layout):
-    models = pair(layout)
-    optimizer = torch.optim.SGD(models[1].parameters())
-    for zero in (optimizer.zero_grad, models[1].zero_grad):
-        give_grads(models, 1)
-        zero(set_to_none=False)
-        for name, plain, param in named(models):
-            assert_bits(param.grad.full_tensor(), torch.zeros(plain.shape), name)
-        zero(set_to_none=True)
-        assert all(p.grad is None for p in models[1].parameters())
-
-
-@in_layouts(1, 3)
 def test_a_gradient_that_is_kept_over_the_next_step_keeps_its_values(layout):
-    """Whoever keeps a gradient over the next step finds it unchanged."""
     for stage in STAGES:
         sharded = pair(layout, stage)[1]
         tokens = torch.tensor([[0, 2, 6], [1, 3, 5]])
@@ -247,7 +224,7 @@ def test_printing_a_parameter_sends_nothing(layout):
     give_grads(models, 1)
     before = stats(models[1])
     texts = [f"{p!r} {p} {p.grad}" for p in models[1].parameters()] + [repr(models[1])]
-    assert any("'embed.weight'" in text and "shape=(7, 3)" in text for text in texts)
+    assert any("'embed.weight'" in text and "shape=(7, 4)" in text for text in texts)
     after = stats(models[1])
     assert (after.sent_bytes, after.num_collectives) == (before.sent_bytes, before.num_collectives)
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from shardwise import shard
 from shardwise.check import replicas as check_replicas
 from test_shard_tensor import LAYOUTS, STAGES, Net, assert_bits, give_grads
@@ -137,8 +137,8 @@ class Noisy(nn.Module):
         return functional.linear(self.blocks[0](x), weight + noise), noise
 
 
-def noise_in_forward(rank, world_size):
-    own = []
+@on_ranks(1, 2)
+def test_noise_drawn_inside_a_forward_pass_is_each_ranks_own_as_dropout_is(rank):
     for stage in (0, 3):
         torch.manual_seed(0)
         model = shard(Noisy(), stage=stage, units=[nn.Linear])
@@ -146,10 +146,4 @@ def noise_in_forward(rank, world_size):
         loss, noise = model(torch.ones(1, 4))
         loss.sum().backward()
         torch.manual_seed(7 + rank)
-        own.append(torch.equal(noise, torch.randn(4, 4)))
-    return own
-
-
-def test_noise_drawn_inside_a_forward_pass_is_each_ranks_own_as_dropout_is():
-    for world_size in (1, 2):
-        assert run_ranks(noise_in_forward, world_size) == [[True, True]] * world_size
+        assert torch.equal(noise, torch.randn(4, 4))

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 from torch.distributed.device_mesh import init_device_mesh
 
-from ranks import on_ranks, run_ranks
+from models import Block
+from ranks import on_ranks
 from roundings import assert_rounded_alike, of_gradient
 from shardwise import accumulate, describe, save, shard
 from shardwise.config import Schedule
@@ -26,22 +27,10 @@ Shapes = list[tuple[int, ...]]
 NUM_BLOCKS = 3
 
 
-class Block(nn.Module):
-    """5 x 6, 5, 6 x 5: no dim divides by 2, 3 and 4 alike."""
-
-    def __init__(self):
-        super().__init__()
-        self.up = nn.Linear(6, 5)
-        self.down = nn.Linear(5, 6, bias=False)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(x)))
-
-
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.embed = nn.Embedding(7, 6)
+        self.embed = nn.Embedding(7, 8)
         self.blocks = nn.ModuleList(Block() for _ in range(NUM_BLOCKS))
         self.scale = nn.Parameter(torch.tensor(0.5))
 
@@ -52,8 +41,8 @@ class Net(nn.Module):
         return x * self.scale
 
 
-BLOCK = [(5, 6), (5,), (6, 5)]
-ROOT = [(), (7, 6)]  # a module's own parameters come before its children's
+BLOCK = [(11, 8), (11,), (8, 11), (8,)]  # of 2, 3 and 4 ranks none divides all of them
+ROOT = [(), (7, 8)]  # a module's own parameters come before its children's
 UNITS = [ROOT, *[BLOCK] * NUM_BLOCKS]
 TOKENS = torch.tensor([[0, 3, 6, 2], [1, 4, 5, 0]])
 
@@ -152,7 +141,8 @@ def test_a_step_sends_the_bytes_of_the_formula_and_no_padding_in_so_many_collect
                     assert counted == num, label
 
 
-def check_hybrid(rank, world_size):
+@on_ranks(4)
+def test_a_hybrid_mesh_sends_the_slices_over_the_replicate_axis_once_per_window(rank):
     """Two replicas of two shards: the shard axis as ever, and an all-reduce of the slices."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     for stages, layout in (((1, 3), "rows"), ((0, 2, 3), "flat")):
@@ -200,8 +190,9 @@ class Skipping(Net):
         return x * self.scale
 
 
-def check_hybrid_windows(rank, world_size, stage):
-    """What a window keeps until its last micro-batch can be dropped, and is all in its mean."""
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(4)
+def test_a_window_over_a_hybrid_mesh_can_be_dropped_and_is_all_in_its_mean(stage):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     torch.manual_seed(0)
     plain = Skipping()
@@ -223,7 +214,7 @@ def check_hybrid_windows(rank, world_size, stage):
 
     def has(grads):
         for name, param in model.named_parameters():
-            roundings = of_gradient(6, 5, 6, 5, 6, 5, over=8 * 4)
+            roundings = of_gradient(*(8, 11) * 3, over=8 * 4)
             assert_rounded_alike(param.grad.full_tensor(), grads[name], roundings, name)
 
     micro_batch(0, last=False)
@@ -243,29 +234,21 @@ def check_hybrid_windows(rank, world_size, stage):
     micro_batch(1, last=True, skips=True)  # one unit has a gradient of the first alone
     has(wanted([0, 1], skipped=1))
     model.zero_grad()
-    for block in model.blocks:
+    for dropped in (f"blocks.{number}.down.weight" for number in range(NUM_BLOCKS)):
         micro_batch(0, last=False)
-        block.down.weight.grad = None  # of one parameter alone
+        model.get_parameter(dropped).grad = None  # of one parameter alone
         micro_batch(2, last=True)
-        dropped = next(n for n, p in model.named_parameters() if p is block.down.weight)
         both = {n: None if g is None else g.clone() for n, g in wanted([0, 2]).items()}
         has({**both, dropped: wanted([2])[dropped]})
         model.zero_grad()
     torch.use_deterministic_algorithms(True, warn_only=True)  # fresh memory is NaN
     late = model.blocks[0].down.weight
-    name = next(n for n, p in model.named_parameters() if p is late)
     late.requires_grad_(False)
     micro_batch(0, last=False)
     late.requires_grad_()
     micro_batch(1, last=True)
     both = {n: None if g is None else g.clone() for n, g in wanted([0, 1]).items()}
-    has({**both, name: wanted([1])[name]})
-
-
-def test_a_hybrid_mesh_sends_the_slices_over_the_replicate_axis_once_per_window():
-    run_ranks(check_hybrid, 4)
-    for stage in (0, 2, 3):
-        run_ranks(check_hybrid_windows, 4, stage)
+    has({**both, "blocks.0.down.weight": wanted([1])["blocks.0.down.weight"]})
 
 
 # Persistent bytes.
@@ -335,15 +318,6 @@ def test_a_rank_holds_the_bytes_of_the_formula_and_its_padding(rank, world_size)
                 assert storage_bytes(state) == 2 * slices * 4, label
 
 
-def padding_of(rank, world_size, width):
-    found = []
-    for layout in ("rows", "flat"):
-        model = shard(Decoder(width), layout=layout, stage=3)
-        units = describe(model).units
-        found += [(layout, u.padding_share, u.padding_bytes // 4) for u in units]
-    return found
-
-
 class Decoder(nn.Module):
     """Shapes as in a decoder: matrices, biases, norms, and a vocabulary that divides by nothing."""
 
@@ -363,12 +337,12 @@ class Decoder(nn.Module):
         )
 
 
-def test_padding_is_below_one_element_per_rank_in_flat_and_below_3_percent_in_rows():
-    for world_size in (2, 3, 4):
-        for layout, share, elements in run_ranks(padding_of, world_size, 96)[0]:
-            assert share < 0.03
-            if layout == "flat":
-                assert elements < world_size
+@on_ranks(2, 3, 4)
+def test_padding_is_below_one_element_per_rank_in_flat_and_below_3_percent_in_rows(world_size):
+    for layout in ("rows", "flat"):
+        for unit in describe(shard(Decoder(96), layout=layout)).units:
+            assert unit.padding_share < 0.03
+            assert layout == "rows" or unit.padding_bytes // 4 < world_size
 
 
 # The peak, and what is left behind.

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise
-from rank_tables import begin_all
+from ranks import begin_all
 from shardwise import shard
 from shardwise.comm.collective_key import CollectiveKey
 from shardwise.errors import CollectiveError

@@ -10,7 +10,7 @@ import zero_from_scratch as zero
 from models import OddModel
 from oracle import assert_same_bits, plain_loop
 from programs import run_program
-from ranks import run_ranks
+from ranks import on_ranks
 from roundings import SHARP, assert_all_rounded_alike, assert_rounded_alike, of_gradient
 from trainer import adamw, make_steps, token_batch
 
@@ -27,89 +27,57 @@ def own_part(steps, rank):
     return [[by_rank[rank] for by_rank in micro_batches] for micro_batches in steps]
 
 
-def train_twin(
-    rank,
-    world_size,
-    num_micro_batches=1,
-    optimizer_factory=adamw,
-    max_norm=None,
-    dtype=torch.float32,
-):
-    steps = own_part(make_steps(world_size, 4, num_micro_batches, token_batch), rank)
-    results = {}
-    for stage in STAGES:
-        torch.set_default_dtype(torch.float32)  # the weights are drawn in it
-        model = make_model().to(dtype)
-        torch.set_default_dtype(dtype)  # the twin's buffers have it
-        results[stage] = zero.train(
-            model,
-            list(model.blocks),
-            steps,
-            zero.next_byte_loss,
-            stage,
-            optimizer_factory,
-            max_norm,
-        )
-    return results
+def train_twin(rank, steps, stage, optimizer_factory=adamw, max_norm=None, dtype=torch.float32):
+    torch.set_default_dtype(torch.float32)  # the weights are drawn in it
+    model = make_model().to(dtype)
+    torch.set_default_dtype(dtype)  # the twin's buffers have it
+    own, loss = own_part(steps, rank), zero.next_byte_loss
+    return zero.train(model, list(model.blocks), own, loss, stage, optimizer_factory, max_norm)
 
 
-def train_plain(world_size, num_micro_batches=1, **options):
-    steps = make_steps(world_size, 4, num_micro_batches, token_batch)
-    factory = options.pop("optimizer_factory", adamw)
-    model = make_model().to(options.pop("dtype", torch.float32))
-    return plain_loop(model, steps, zero.next_byte_loss, factory, **options)
+def train_plain(steps, factory=adamw, dtype=torch.float32, **options):
+    return plain_loop(make_model().to(dtype), steps, zero.next_byte_loss, factory, **options)
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 3])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_every_stage_has_the_bits_of_the_plain_loop(world_size, num_micro_batches):
-    by_rank = run_ranks(train_twin, world_size, num_micro_batches)
+@on_ranks(1, 2, 3)
+def test_every_stage_has_the_bits_of_the_plain_loop(rank, world_size, num_micro_batches):
+    steps = make_steps(world_size, 4, num_micro_batches, token_batch)
     for stage in STAGES:
-        truth = train_plain(world_size, num_micro_batches, reduce_each_micro_batch=stage > 1)
+        truth = train_plain(steps, reduce_each_micro_batch=stage > 1)
         used = {name: p for name, p in truth.parameters.items() if name != "never_used"}
-        for rank, trained in enumerate(result[stage] for result in by_rank):
-            assert trained.losses == [losses[rank] for losses in truth.losses]
-            assert_same_bits({name: trained.parameters[name] for name in used}, used)
+        trained = train_twin(rank, steps, stage)
+        assert trained.losses == [losses[rank] for losses in truth.losses]
+        assert_same_bits({name: trained.parameters[name] for name in used}, used)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_clipping_differs_by_the_rounding_of_one_norm(world_size):
+@on_ranks(1, 3)
+def test_clipping_differs_by_the_rounding_of_one_norm(rank, world_size):
     """In fp64 by SGD: what a gradient is off by shows in the parameters, and roundings hardly."""
-    options = {"dtype": torch.float64, "optimizer_factory": partial(torch.optim.SGD, lr=0.1)}
-    truth = train_plain(world_size, clip=0.5, **options)
-    results = run_ranks(train_twin, world_size, max_norm=0.5, **options)
+    sgd, dtype = partial(torch.optim.SGD, lr=0.1), torch.float64
+    steps = make_steps(world_size, 4, 1, token_batch)
+    truth, other = (train_plain(steps, sgd, dtype, clip=c) for c in (0.5, 0.5 * (1 + SHARP)))
     roundings = of_gradient(*(7, 28) * 3, 7, 256, over=world_size * 2 * 8)
     for stage in STAGES:
-        for result in results:
-            assert_all_rounded_alike(result[stage].parameters, truth.parameters, roundings)
-    other = train_plain(world_size, clip=0.5 * (1 + SHARP), **options)
+        found = train_twin(rank, steps, stage, sgd, 0.5, dtype)
+        assert_all_rounded_alike(found.parameters, truth.parameters, roundings)
     for name in truth.parameters.keys() - {"never_used"}:
         with pytest.raises(AssertionError, match="roundings make"):
             assert_rounded_alike(other.parameters[name], truth.parameters[name], roundings)
 
 
-def measure(rank, world_size, num_micro_batches):
-    """Return the bytes held and sent at each stage."""
-    held_and_sent = []
+@on_ranks(1, 2, 3, 4)
+def test_bytes_held_and_sent_are_those_of_the_formulas(rank, world_size):
+    numel = sum(p.numel() for p in zero.TinyModel().parameters())
+    steps = own_part(make_steps(world_size, 3, 2, token_batch), rank)
     for stage in STAGES:
         model = zero.TinyModel()
-        steps = own_part(make_steps(world_size, 3, num_micro_batches, token_batch), rank)
-        trained = zero.train(
-            model, list(model.blocks), steps, zero.next_byte_loss, stage, torch.optim.Adam
-        )
-        held_and_sent.append((trained.held_bytes, trained.sent_bytes))
-    return held_and_sent
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_bytes_held_and_sent_are_those_of_the_formulas(world_size):
-    numel = sum(p.numel() for p in zero.TinyModel().parameters())
-    for result in run_ranks(measure, world_size, 2):
-        for stage, (held_bytes, sent_bytes) in enumerate(result):
-            held = zero.formula_held_bytes(numel, world_size, stage)
-            sent = zero.formula_sent_bytes(numel, world_size, stage, 2)
-            assert held <= held_bytes <= 1.01 * held
-            assert sent <= sent_bytes <= 1.01 * sent
+        loss, adam = zero.next_byte_loss, torch.optim.Adam
+        trained = zero.train(model, list(model.blocks), steps, loss, stage, adam)
+        held = zero.formula_held_bytes(numel, world_size, stage)
+        sent = zero.formula_sent_bytes(numel, world_size, stage, 2)
+        assert held <= trained.held_bytes <= 1.01 * held
+        assert sent <= trained.sent_bytes <= 1.01 * sent
 
 
 LEAVE_CLEANLY = """

@@ -211,11 +211,11 @@ def mean_square(model, batch):
     return model(batch).square().mean()
 
 
-def sharded_by_block(model, **options):
-    """Shard a model by calls of fully_shard: its blocks, and last itself."""
-    for block in model.blocks:
-        fully_shard(block, **options)
-    return fully_shard(model, **options)
+def sharded_by_block(model, by=fully_shard, **options):
+    """Shard a model by calls of fully_shard, or torch's own: its blocks, and last itself."""
+    for block in getattr(model, "blocks", ()):
+        by(block, **options)
+    return by(model, **options)
 
 
 def reduces_each_micro_batch(options):
@@ -229,12 +229,12 @@ def compare(
     world_size,
     make_model,
     settings=STAGES,
-    loss_fn=mean_square,
-    optimizer_factory=adamw,
-    make_batch=float_batch,
-    num_steps=2,
-    num_micro_batches=1,
-    num_replicas=1,
+    loss=mean_square,
+    optimizer=adamw,
+    batch=float_batch,
+    steps=2,
+    micro_batches=1,
+    replicas=1,
     drawn=None,
 ):
     """Check that every setting takes the oracle's steps; raise one error with all that do not.
@@ -242,25 +242,19 @@ def compare(
     In the second step units are gathered in the order that the first one showed.
     """
     if drawn is None:
-        steps = make_steps(world_size, num_steps, num_micro_batches, make_batch)
+        steps = make_steps(world_size, steps, micro_batches, batch)
     else:
-        steps = drawn(world_size, num_micro_batches)
+        steps = drawn(world_size, micro_batches)
     truths = {}
     failures = []
     for options in settings:
-        each = reduces_each_micro_batch(options) and num_micro_batches > 1
+        each = reduces_each_micro_batch(options) and micro_batches > 1
         if each not in truths:
             torch.manual_seed(0)
-            truths[each] = train_plain(
-                make_model(),
-                steps,
-                loss_fn,
-                optimizer_factory,
-                reduce_each_micro_batch=each,
-                num_replicas=num_replicas,
-            )
+            how = {"reduce_each_micro_batch": each, "num_replicas": replicas}
+            truths[each] = train_plain(make_model(), steps, loss, optimizer, **how)
         torch.manual_seed(0)
-        trained = train(make_model(), steps, loss_fn, optimizer_factory, **options)
+        trained = train(make_model(), steps, loss, optimizer, **options)
         try:
             assert_same_run(trained, truths[each])
         except AssertionError as error:

@@ -224,7 +224,7 @@ class Compared:
             }
             if step:
                 before = self.slices(oracle.grads[step - 1])
-                known["still has that of the step before in it: set it to zero"] = {
+                known["still has that of the step before in it: `step` sets it to zero"] = {
                     unit: want + before[unit] for unit, want in wants.items()
                 }
             for other in range(n):

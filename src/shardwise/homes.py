@@ -10,6 +10,7 @@ from shardwise.stages import Stage
 
 LOAD_BYTES = 128 << 20  # of one load: long copies, and little memory on the device
 NUM_BUFFERS = 3  # of a disk: one is read, one stepped, one written
+COPIES_IN_MEMORY = 2  # of a run's state at most, of one step each: the newest and the one before
 LOADS = 3  # at once: one is fetched, one stepped, one evicted
 _EXPECTED = "'device', 'cpu' (host memory) or 'nvme:FOLDER' (files in a folder of this machine)"
 

@@ -1,12 +1,17 @@
-"""Memory and cores of the host, and the memory still available to this process."""
+"""The host: memory and what is left of it, cores, addresses and a server on one of them."""
 
 import os
 import platform
 import resource
 import socket
+import socketserver
 import sys
+import threading
 from contextlib import suppress
+from ipaddress import ip_address
 from pathlib import Path
+
+_POLL_S = 0.05  # how soon a server that is closed ends
 
 
 def resident_bytes() -> int | None:
@@ -40,6 +45,32 @@ def own_address(seen_from: str | None) -> str:
             probe.connect(place)  # sends nothing: it chooses the interface
             return str(probe.getsockname()[0])
     return "127.0.0.1"
+
+
+def is_loopback(address: str) -> bool:
+    """Tell whether an address leads each host to itself; an empty text is none."""
+    return bool(address) and ip_address(address).is_loopback
+
+
+class TcpServer(socketserver.ThreadingTCPServer):
+    """A server on a free port of one of the host's addresses, in a thread of this ``name``."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(
+        self, host: str, handler: type[socketserver.BaseRequestHandler], name: str
+    ) -> None:
+        self.address_family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
+        super().__init__((host, 0), handler)
+        self.address = str(self.server_address[0]), int(self.server_address[1])
+        run = self.serve_forever
+        threading.Thread(target=run, args=(_POLL_S,), name=name, daemon=True).start()
+
+    def close(self) -> None:
+        """Stop listening."""
+        self.shutdown()
+        self.server_close()
 
 
 def available_host_bytes() -> int:

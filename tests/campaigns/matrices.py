@@ -13,8 +13,8 @@ sys.path[:0] = [str(TESTS), *(str(TESTS / folder) for folder in FOLDERS)]
 import test_experts as experts  # noqa: E402
 import test_offload_files as offload_files  # noqa: E402
 import test_overlap as overlap  # noqa: E402
+import test_pipelines as tied  # noqa: E402
 import test_stream_order as streams  # noqa: E402
-import test_tied_stages as tied  # noqa: E402
 
 import scenarios  # noqa: E402
 import shardwise.train.loop as gradients  # noqa: E402
@@ -109,26 +109,30 @@ def test_several_stages_of_a_rank_are_one_model(num_ranks, by, tmp_path):
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_every_optimizer_in_every_setting_steps_in_the_background(world_size):
-    run_ranks(overlap.takes_the_plain_steps, world_size, every=True)
-    run_ranks(overlap.steps_offloaded_units_behind, world_size, every=True)
+    every = {"world_size": world_size, "every": True}
+    overlap.test_steps_in_the_background_have_the_bits_of_plain_ones(**every)
+    overlap.test_offloaded_units_step_behind_from_the_second_step_on(**every)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_whatever_comes_after_a_step_in_the_background(world_size, tmp_path):
-    run_ranks(overlap.sees_the_step, world_size, tmp_path, every=True)
+    every = {"world_size": world_size, "tmp_path": tmp_path, "every": True}
+    overlap.test_whatever_comes_after_a_step_sees_it_whole(**every)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_every_kind_of_state_in_files_at_every_stage(world_size, tmp_path):
-    run_ranks(offload_files.in_every_kind, world_size, tmp_path, every=True)
+    every = {"world_size": world_size, "tmp_path": tmp_path, "every": True}
+    offload_files.test_training_has_the_bits_of_training_without_files(**every)
 
 
 def test_a_thousand_steps_with_delays_in_the_thread_that_steps():
-    run_ranks(overlap.with_delays, 3, 1000)
+    steps = {"world_size": 3, "steps": 1000}
+    overlap.test_delays_in_the_thread_neither_change_a_bit_nor_hang(**steps)
 
 
 def test_a_thousand_steps_with_delays_of_the_disk(tmp_path):
-    run_ranks(offload_files.with_a_slow_disk, 3, tmp_path, 1000)
+    offload_files.test_a_slow_disk_changes_no_bit(world_size=3, tmp_path=tmp_path, steps=1000)
 
 
 @pytest.mark.parametrize("num_ranks", traffic.RUNS)

@@ -280,7 +280,7 @@ UNFIT: dict[str, tuple[list[Table], str]] = {
     ),
     "a name for two": (
         changed(1, apart=("u1.b",)),
-        r"'u1.b' has a mesh of its own, and on ranks 0, 1, 2, 3 there are 2 of that name",
+        r"'u1.b' has a mesh of its own, and on ranks 0 to 3 there are 2 of that name",
     ),
     "a stage": (changed(2, stage=2), r"rank 0 is at stage 3, rank 2 at stage 2"),
     "a setting": (
@@ -307,7 +307,7 @@ UNFIT: dict[str, tuple[list[Table], str]] = {
     ),
     "a stranger in a mesh": (
         changed(2, meshes=(*EXAMPLE.table_of(2).meshes, ((7,),))),
-        r"rank 2: rank 7 of a mesh is not among those that save: ranks 0, 1, 2, 3",
+        r"rank 2: rank 7 of a mesh is not among those that save: ranks 0 to 3",
     ),
 }
 

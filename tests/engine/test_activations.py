@@ -132,7 +132,7 @@ def loss_of(model, number=0, rows=ROWS):
     return model(batch(number, rows)).float().square().mean()
 
 
-def train(model, steps=3, micro_batches=2):
+def train(model, steps=2, micro_batches=2):
     """Return losses, gradients and parameters; every other step is a sum of losses."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     found = []
@@ -175,7 +175,6 @@ def test_training_has_the_bits_of_training_with_inputs_on_the_device():
 
 @on_ranks(1)
 def test_all_inputs_but_the_last_are_in_host_memory_that_is_taken_once():
-    """All inputs but the last block's go; no step after the first takes more memory."""
     model = made(Around, AWAY)
     assert "host memory so far" in str(describe(model)) and describe(model).activation_bytes == 0
     inputs = []
@@ -203,7 +202,6 @@ def test_all_inputs_but_the_last_are_in_host_memory_that_is_taken_once():
 
 @on_ranks(1)
 def test_two_inputs_are_on_the_device_while_a_block_is_computed_again():
-    """While a block is computed again, its input and that of the block before it are there."""
     model = made(Around, AWAY)
     fetched = []
     alive = []
@@ -230,7 +228,6 @@ def test_two_inputs_are_on_the_device_while_a_block_is_computed_again():
 
 @on_ranks(1)
 def test_slots_grow_with_the_longest_inputs_and_hold_nothing_else():
-    """Shorter inputs use the slots that there are; longer ones take their place."""
     model = made(Around, AWAY)
     for rows, num_made, most in ((3, 1, 3), (2, 1, 3), (4, 2, 4), (1, 2, 4), (4, 2, 4)):
         loss_of(model, rows=rows).backward()
@@ -324,7 +321,6 @@ def interrupt(*_):
 
 @on_ranks(1)
 def test_passes_that_do_not_train_or_fail_leave_nothing_behind():
-    """Nothing is moved or hooked without gradients, after errors, or where others' hooks are."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks
     seen = []
     model = made(Around, AWAY)

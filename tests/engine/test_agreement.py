@@ -11,11 +11,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from models import Block, Stack
-from ranks import HANG_S, on_ranks, run_ranks, start_ranks
+from ranks import HANG_S, agreed, on_ranks, start_ranks
 from shardwise import shard
 from shardwise.comm.collective_key import name_ranks
 from shardwise.comm.control import SoloControl
 from shardwise.config import Schedule, Units
+from shardwise.engine import agreement
 from shardwise.engine.agreement import agree, find_difference
 from shardwise.engine.api import engine_of
 from shardwise.errors import ConfigError
@@ -109,7 +110,8 @@ def test_ranks_with_the_same_difference_are_named_together():
 
 def test_many_ranks_are_not_all_listed():
     assert name_ranks([3]) == "rank 3"
-    assert name_ranks(range(30)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7, ... (30 in all)"
+    assert name_ranks(range(30)) == "ranks 0 to 29"
+    assert name_ranks(range(0, 30, 3)) == "ranks 0, 3, 6, 9, 12, 15, 18, 21, ... (10 in all)"
     found, _ = differences([["x"], ["a"], ["b"], ["c"], ["d"], ["e"]])
     assert found[0] is not None and found[0].endswith("; 2 further differences")
 
@@ -220,16 +222,21 @@ CASES = {
 }
 
 
-def messages(rank, world_size, odd):
-    """Return what this rank is told where one rank is odd, and check that nothing has changed."""
-    found = {}
-    for case, (make, settings, make_odd, odd_settings, _, _) in CASES.items():
+@pytest.mark.parametrize(("world_size", "odd"), [(2, 1), (3, 2), (3, 0)])
+@on_ranks()
+def test_a_rank_that_differs_is_named_on_all_ranks_before_anything_is_changed(
+    rank, world_size, odd
+):
+    names = "ranks 1, 2 have" if odd == 0 else f"rank {odd} has"
+    for make, settings, make_odd, odd_settings, most, other in CASES.values():
         model = (make_odd if rank == odd else make)()
         before = dict(model.named_parameters())
         values = {n: p.detach().clone() for n, p in before.items()}
-        with pytest.raises(ConfigError) as error:
-            shard(model, **(odd_settings if rank == odd else settings))
-        found[case] = str(error.value)
+        told = told_of(model, **(odd_settings if rank == odd else settings))
+        here, there = (other, most) if odd == 0 else (most, other)
+        left, right = told.split(" where rank 0 has ")
+        assert left.startswith(f"shard(): the ranks differ: {names} ") and there in left, told
+        assert here in right and "Start every rank with the same" in right, told
         after = dict(model.named_parameters())
         for name, param in after.items():
             assert type(param) is nn.Parameter and param is before[name]
@@ -239,125 +246,80 @@ def messages(rank, world_size, odd):
         )
     good = shard(Stack(), stage=3)  # and the ranks may go on
     assert good(torch.ones(1, 8)).shape == (1, 5)
-    return found
 
 
-@pytest.mark.parametrize(("world_size", "odd"), [(2, 1), (3, 2), (3, 0)])
-def test_a_rank_that_differs_is_named_on_all_ranks_before_anything_is_changed(world_size, odd):
-    by_rank = run_ranks(messages, world_size, odd)
-    assert all(found == by_rank[0] for found in by_rank)
-    names = "ranks 1, 2 have" if odd == 0 else f"rank {odd} has"
-    for case, (_, _, _, _, most, other) in CASES.items():
-        told = by_rank[0][case]
-        here, there = (other, most) if odd == 0 else (most, other)
-        left, right = told.split(" where rank 0 has ")
-        assert left.startswith(f"shard(): the ranks differ: {names} ") and there in left, told
-        assert here in right and "Start every rank with the same" in right, told
+def told_of(model, **options):
+    """Return the text of the refusal, which is the same on all ranks."""
+    with pytest.raises(ConfigError) as error:
+        shard(model, **options)
+    return agreed(str(error.value))
 
 
-def different_versions(rank, world_size):
-    from shardwise.engine import agreement
-
-    kept = torch.__version__, agreement.__version__
-    try:
-        if rank == 1:
-            torch.__version__ = "2.12.1+elsewhere"
-        with pytest.raises(ConfigError) as torch_error:
-            shard(PLAIN())
-        torch.__version__ = kept[0]
-        if rank == 1:
-            agreement.__version__ = "9.9"
-        with pytest.raises(ConfigError) as own_error:
-            shard(PLAIN())
-    finally:
-        torch.__version__, agreement.__version__ = kept
-    return f"{torch_error.value}\n{own_error.value}"
+@on_ranks(2)
+def test_other_versions_of_torch_and_of_shardwise_are_named(rank):
+    for module, version in ((torch, "2.12.1+elsewhere"), (agreement, "9.9")):
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1:
+                patch.setattr(module, "__version__", version)
+            told = told_of(PLAIN())
+        name = module.__name__.split(".")[0]
+        assert f"rank 1 has [{name} {version}] where rank 0 has [{name} " in told
 
 
-def test_other_versions_of_torch_and_of_shardwise_are_named():
-    told = run_ranks(different_versions, 2)
-    assert told[0] == told[1]
-    assert "rank 1 has [torch 2.12.1+elsewhere] where rank 0 has [torch 2." in told[0]
-    assert "rank 1 has [shardwise 9.9] where rank 0 has [shardwise " in told[0]
-
-
-def mesh_of_other_shape(rank, world_size):
+@on_ranks(2)
+def test_meshes_of_other_shapes_are_told(rank):
     one = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     two = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-    with pytest.raises(ConfigError) as error:
-        shard(PLAIN(), mesh=two if rank else one)
-    return str(error.value)
-
-
-def test_meshes_of_other_shapes_are_told():
-    told = run_ranks(mesh_of_other_shape, 2)
-    assert told[0] == told[1]
-    assert "[mesh of 1 replicas x 2 shards, cpu, axes ('dp',), ranks [0, 1]]" in told[0]
-    assert "[mesh of 2 replicas x 1 shards, cpu, " in told[0]
+    told = told_of(PLAIN(), mesh=two if rank else one)
+    assert "[mesh of 1 replicas x 2 shards, cpu, axes ('dp',), ranks [0, 1]]" in told
+    assert "[mesh of 2 replicas x 1 shards, cpu, " in told
 
 
 @on_ranks(1, 3)
 def test_ranks_that_all_refuse_alike_say_only_why():
-    with pytest.raises(ConfigError) as error:
-        shard(PLAIN(), stage=7)
-    told = str(error.value)
-    assert told.startswith("stage=7: expected 0, 1, 2 or 3")
+    assert told_of(PLAIN(), stage=7).startswith("stage=7: expected 0, 1, 2 or 3")
 
 
-def control_of(rank, world_size):
-    """Exchange over two models' groups; also count the groups that torch knows of."""
+@pytest.mark.parametrize("again", [False, True])  # a second call in the same processes
+@on_ranks(1, 3)
+def test_every_sharded_model_has_a_control_group_of_its_own(rank, world_size, again):
+    """Exchange over two models' groups; torch knows of no more groups than before."""
     before = len(dist.distributed_c10d._world.pg_map)
     first, second = (engine_of(shard(PLAIN())).comm.control for _ in range(2))
     assert first.num_ranks == world_size and first.rank == rank
-    rows = first.exchange(bytes([rank])) + second.exchange(bytes([rank + 10]))
-    return rows, second.broadcast(bytes([rank])), len(dist.distributed_c10d._world.pg_map) - before
+    assert first.exchange(bytes([rank])) == [bytes([r]) for r in range(world_size)]
+    assert second.exchange(bytes([rank + 10])) == [bytes([r + 10]) for r in range(world_size)]
+    assert second.broadcast(bytes([rank])) == b"\0"
+    assert len(dist.distributed_c10d._world.pg_map) == before
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("again", [False, True])  # a second call in the same processes
-def test_every_sharded_model_has_a_control_group_of_its_own(world_size, again):
-    ranks = range(world_size)
-    expected = [bytes([r]) for r in ranks] + [bytes([r + 10]) for r in ranks]
-    for rows, sent, num_groups in run_ranks(control_of, world_size):
-        assert rows == expected and sent == b"\0" and num_groups == 0
-
-
-def control_beside_other_groups(rank, world_size):
+@on_ranks(4)
+def test_a_control_group_meets_beside_groups_that_not_all_ranks_have(rank):
     """The user has a group without this rank, and data parallelism is one axis of the mesh."""
     dist.new_group([0])
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = shard(PLAIN(), mesh=mesh["dp"])
-    return engine_of(model).comm.control.exchange(bytes([rank]))
+    rows = engine_of(model).comm.control.exchange(bytes([rank]))
+    assert rows == [bytes([rank % 2]), bytes([rank % 2 + 2])]
 
 
-def test_a_control_group_meets_beside_groups_that_not_all_ranks_have():
-    rows = run_ranks(control_beside_other_groups, 4)
-    assert rows == [[b"\0", b"\2"], [b"\1", b"\3"]] * 2
-
-
-def replica_ranks(rank, world_size):
+@on_ranks(4)
+def test_ranks_of_a_control_group_count_replica_by_replica(rank):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     control = engine_of(shard(PLAIN(), mesh=mesh)).comm.control
-    return control.rank, control.exchange(bytes([rank]))
+    assert control.rank == rank
+    assert control.exchange(bytes([rank])) == [bytes([r]) for r in range(4)]
 
 
-def test_ranks_of_a_control_group_count_replica_by_replica():
-    rows = [bytes([r]) for r in range(4)]
-    assert run_ranks(replica_ranks, 4) == [(r, rows) for r in range(4)]
-
-
-def train_one_step(rank, world_size):
+@on_ranks(3, fresh=True)
+def test_processes_end_cleanly_with_a_control_group():
     model = shard(Stack(), stage=2)
     model(torch.ones(2, 8)).sum().backward()
-    return torch.stack([p.grad.full_tensor().sum() for p in model.parameters()])
-
-
-def test_processes_end_cleanly_with_a_control_group():
-    sums = run_ranks(train_one_step, 3, fresh=True)
-    assert all(torch.equal(s, sums[0]) for s in sums)
+    agreed([p.grad.full_tensor().sum().item() for p in model.parameters()])
 
 
 def fail_before_shard(rank, world_size):
+    dist.barrier()  # all are connected
     if rank == 1:
         raise OSError("no such file")
     shard(PLAIN(), stage=3)

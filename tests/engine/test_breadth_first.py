@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from models import Block, Checkpointed, OddModel, Stack
 from ranks import on_ranks
+from same_runs import same_runs
 from shardwise import Axes, accumulate, shard
 from shardwise.config import Schedule, Units
 from shardwise.debug import stats
@@ -23,7 +24,7 @@ from shardwise.engine.api import engine_of
 from shardwise.errors import ConfigError, StateError
 from shardwise.parallel import clip_grad_norm_
 from shardwise.unit.states import ParamState
-from trainer import sharded_by_block
+from trainer import full_grads, sharded_by_block
 
 layer_by_layer = partial(accumulate, order="breadth_first")
 
@@ -68,18 +69,19 @@ def one_by_one(model, batches):
     return sum(losses[1:], losses[0]).detach()
 
 
-def train(make, passes, rank):
-    """Take three clipped steps; return losses, and parameters at the end."""
-    torch.manual_seed(0)
+def train(rank, way):
+    """Take two clipped steps; return losses, and parameters at the end."""
+    make, passes = way
     model = make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     losses = []
-    for step in range(3):
+    for step in range(2):
         losses.append(passes(model, batches_of(rank, step)))
         clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
-    return [*losses, *(p.detach().full_tensor() for p in model.parameters())]
+    found = [*losses, *(p.detach().full_tensor() for p in model.parameters())]
+    return [each.float() for each in found]
 
 
 def kept(model, batches):
@@ -125,11 +127,8 @@ class CheckpointedInside(Stack):
 
 @on_ranks(1, 3)
 def test_losses_and_steps_have_the_bits_of_an_accumulation_window(rank, tmp_path):
-    for number, (make, plain, accumulated) in enumerate(ways(tmp_path)):
-        found, expected = train(make, vertically, rank), train(plain, accumulated, rank)
-        assert all(
-            torch.equal(a.float(), b.float()) for a, b in zip(found, expected, strict=True)
-        ), number
+    for make, plain, accumulated in ways(tmp_path):
+        same_runs(partial(train, rank), ((make, vertically), (plain, accumulated)))
 
 
 def counts_of(model, run):
@@ -146,7 +145,6 @@ def counts_of(model, run):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @on_ranks(3)
 def test_all_micro_batches_together_gather_and_reduce_what_one_does(rank, kind, precision):
-    """What all micro-batches send together is what one alone sends."""
     for stage in range(4):
         model = shard(kind(), stage=stage, precision=precision, schedule=Schedule(bucket_bytes=0))
         batches = batches_of(rank, 0)
@@ -169,7 +167,6 @@ def test_all_micro_batches_together_gather_and_reduce_what_one_does(rank, kind, 
 
 @on_ranks(1, 3)
 def test_slices_on_the_host_are_fetched_once_for_all_micro_batches(rank):
-    """Slices on the host are fetched once per unit in forward, once in backward."""
     from shardwise.offload.home import Home
 
     model = shard(Stack(), offload="cpu")
@@ -236,38 +233,24 @@ def test_backward_takes_the_units_in_turn_and_recomputes_one_block_at_a_time():
 @on_ranks(1, 3)
 def test_parameters_used_at_several_places_get_the_same_gradient_up_to_rounding(rank):
     """Tied weights get gradients at both ends of the model, in float64 all but equal."""
-    results = []
-    for passes in (vertically, one_by_one):
-        torch.manual_seed(0)
-        model = shard(OddModel().double(), stage=3)
-        tokens = [
-            torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(s))
-            for s in range(NUM)
-        ]
-        passes(model, tokens)
-        results.append(
-            {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None}
-        )
-    assert results[0].keys() == results[1].keys()
-    for name, grad in results[0].items():
-        torch.testing.assert_close(grad, results[1][name], rtol=1e-13, atol=1e-15)
-    shared = []
-    for passes in (vertically, one_by_one):
-        torch.manual_seed(0)
-        twice = shard(Twice().double(), stage=3)
-        passes(twice, [x.double() for x in batches_of(rank, 0)])
-        shared.append([p.grad.full_tensor() for p in twice.parameters() if p.grad is not None])
-    assert len(shared[0]) == len(shared[1]) > 0
-    for found, expected in zip(*shared, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-15)
+    tokens = [torch.randint(0, 11, (2, 5)) for _ in range(NUM)]
+    inputs = [x.double() for x in batches_of(rank, 0)]
+    for make, batches in ((OddModel, tokens), (Twice, inputs)):
+        results = []
+        for passes in (vertically, one_by_one):
+            torch.manual_seed(0)
+            model = shard(make().double(), stage=3)
+            passes(model, batches)
+            grads = full_grads(model)
+            results.append({name: grad for name, grad in grads.items() if grad is not None})
+        torch.testing.assert_close(*results, rtol=1e-13, atol=1e-15)
 
 
 @on_ranks(1, 3)
 def test_an_accumulation_window_works_around_it(rank):
-    results = []
     batches = batches_of(rank, 0) + batches_of(rank, 1)
-    for vertical in (True, False):
-        torch.manual_seed(0)
+
+    def run(vertical):
         model = shard(Stack(), precision="bf16", schedule=Schedule(reduce_every="step"))
         if vertical:
             for part, last in ((batches[:NUM], False), (batches[NUM:], True)):
@@ -275,8 +258,9 @@ def test_an_accumulation_window_works_around_it(rank):
                     vertically(model, part)
         else:
             one_by_one(model, batches)
-        results.append([p.grad.full_tensor() for p in model.parameters()])
-    assert all(map(torch.equal, *results))
+        return [p.grad.full_tensor() for p in model.parameters()]
+
+    same_runs(run, (True, False))
 
 
 @on_ranks(1)
@@ -415,8 +399,6 @@ class Interrupted(Exception):
 
 @on_ranks(1)
 def test_an_interrupt_ends_all_micro_batches_and_none_is_kept(rank):
-    """A signal reaches the thread that waits for the micro-batches; nothing is left of them."""
-
     def raise_it(*_):
         raise Interrupted
 

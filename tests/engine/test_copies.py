@@ -21,6 +21,7 @@ from shardwise.errors import StateError
 from trainer import (
     SPREAD,
     adamw,
+    assert_same_grads,
     assert_same_run,
     full_grads,
     full_parameters,
@@ -71,9 +72,7 @@ def test_a_copy_is_a_sharded_model_of_its_own(rank):
         # Each trains, and the other one does not move.
         optimizer = adamw(copied.parameters())
         mean_square(copied, batch).backward()
-        for name, grad in full_grads(model).items():
-            twin = full_grads(copied)[name]
-            assert (grad is None and twin is None) or torch.equal(grad, twin), name
+        assert_same_grads(full_grads(copied), full_grads(model))
         optimizer.step()
         assert_same_bits(full_parameters(model), before)
         moved = full_parameters(copied)
@@ -106,9 +105,7 @@ def test_a_copy_takes_the_steps_of_the_oracle(world_size):
     assert copied.head.weight is copied.embedding.weight
     for each in (model, copied):
         each(tokens).square().mean().backward()
-    for name, grad in full_grads(model).items():
-        twin = full_grads(copied)[name]
-        assert (grad is None and twin is None) or torch.equal(grad, twin), name
+    assert_same_grads(full_grads(copied), full_grads(model))
 
 
 def average_alone(world_size, **options):
@@ -126,7 +123,7 @@ def average_alone(world_size, **options):
         optimizer.step()
         optimizer.zero_grad()
         averaged.update_parameters(model)
-    return model, averaged
+    return averaged
 
 
 @on_ranks(1, 3)
@@ -137,7 +134,7 @@ def test_an_averaged_model_is_that_of_one_process(rank, world_size):
         {"avg_fn": lambda mean, value, num: mean + (value - mean) / (num + 1)},
     ]
     for number, variant in enumerate(variants):
-        _, truth = average_alone(world_size, **variant)
+        truth = average_alone(world_size, **variant)
         for stage in (number, 3):
             model = shard(make_normed(), stage=stage)
             averaged = AveragedModel(model, **variant)
@@ -184,7 +181,6 @@ def test_an_averaged_model_is_saved_as_any_sharded_model(tmp_path):
 @pytest.mark.parametrize("stage", [0, 3])
 @on_ranks(2)
 def test_a_copy_inside_gathered_is_plain(stage):
-    """Inside gathered() a copy is a model that was never sharded."""
     plain = make_normed()
     model = shard(make_normed(), stage=stage)
     batch = torch.ones(3, 8)
@@ -197,8 +193,7 @@ def test_a_copy_inside_gathered_is_plain(stage):
     pickle.dumps(copied.state_dict())
     for each in (copied, plain):
         each(batch).sum().backward()
-    for (name, p), (_, q) in zip(copied.named_parameters(), plain.named_parameters(), strict=True):
-        assert (p.grad is None and q.grad is None) or torch.equal(p.grad, q.grad), name
+    assert_same_grads(full_grads(copied), full_grads(plain))
     resharded = shard(copied, stage=3)  # and may be sharded like any other
     assert_same_bits(full_parameters(resharded), full_parameters(model))
 
@@ -255,7 +250,6 @@ def test_names_that_people_look_for_say_what_to_do():
 
 @on_ranks(1, 2)
 def test_no_sync_is_a_micro_batch_that_is_not_the_last(rank, world_size):
-    """`no_sync` for all but the last micro-batch, as people write it for DDP, is `accumulate`."""
     ((first, second, third),) = make_steps(world_size, 1, 3)
     for options in SPREAD:
         found = []

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 
 import pipelines
 import shardwise
-from ranks import on_ranks, run_ranks
+from ranks import on_ranks
 from shardwise.config import Units
 from shardwise.debug import counting
 from shardwise.errors import ConfigError
@@ -75,7 +75,8 @@ def of_torch(counted, axis):
 
 
 # -- each kind
-def each_kind(rank, num_ranks):
+@on_ranks(1, 2, 3)
+def test_each_kind_of_collective_counts_what_this_rank_sends(rank, num_ranks):
     """Make each collective once over "tp", of 6 x num_ranks floats where it has that many."""
     axes = shardwise.Axes(tp=num_ranks, dp_shard=1)
     model = shardwise.shard(nn.Linear(2, 2), mesh=axes)
@@ -103,73 +104,55 @@ def each_kind(rank, num_ranks):
     other = dist.new_group([0])
     named, ops = group.group_name, torch.ops._c10d_functional
     wait = ops.wait_tensor
-    calls = {
-        "all_reduce": lambda: dist.all_reduce(whole, group=group),
-        "all_gather": lambda: gather(whole.clone(), part, group=group),
-        "all_gather, list": lambda: dist.all_gather(parts, part, group=group),
-        "reduce_scatter": lambda: scatter(part.clone(), whole, group=group),
-        "all_to_all": lambda: dist.all_to_all_single(arrived, rows, theirs, ours, group),
-        "all_to_all, even": lambda: dist.all_to_all_single(whole.clone(), whole, group=group),
-        "broadcast": lambda: dist.broadcast(part, group=group, group_src=0),
-        "scatter": lambda: dist.scatter(part.clone(), places, group=group, group_src=0),
-        "gather": lambda: dist.gather(part, places, group=group, group_dst=0),
-        "reduce": lambda: dist.reduce(part, group=group, group_dst=0),
-        "send": around,
-        "functional all_reduce": lambda: wait(ops.all_reduce(whole, "sum", named)),
-        "functional all_gather": lambda: wait(ops.all_gather_into_tensor(part, num_ranks, named)),
-        "functional reduce_scatter": lambda: wait(
-            ops.reduce_scatter_tensor(whole, "sum", num_ranks, named)
+    # Bytes of what this rank sends to the others: a part to each, rows, or all from one rank.
+    each, rows_sent = 4 * 6 * (num_ranks - 1), 12 * (sum(ours) - ours[rank])
+    if_first, if_last = each * (rank == 0), 4 * 6 * (rank > 0)
+    calls = [
+        (2 * each, "all_reduce", lambda: dist.all_reduce(whole, group=group)),
+        (each, "all_gather", lambda: gather(whole.clone(), part, group=group)),
+        (each, "all_gather", lambda: dist.all_gather(parts, part, group=group)),
+        (each, "reduce_scatter", lambda: scatter(part.clone(), whole, group=group)),
+        *(
+            (rows_sent, "all_to_all", call)
+            for call in (
+                lambda: dist.all_to_all_single(arrived, rows, theirs, ours, group),
+                lambda: wait(ops.all_to_all_single(rows, theirs, ours, named)),
+            )
         ),
-        "functional all_to_all": lambda: wait(ops.all_to_all_single(rows, theirs, ours, named)),
-        "DTensor": lambda: DTensor.from_local(part, mesh, [Shard(0)]).full_tensor(),
-        "barrier": lambda: dist.barrier(group),
-        "on another group": lambda: rank == 0 and dist.all_reduce(whole, group=other),
-    }
-    found = {}
-    for name, call in calls.items():
+        (each, "all_to_all", lambda: dist.all_to_all_single(whole.clone(), whole, group=group)),
+        (if_first, "broadcast", lambda: dist.broadcast(part, group=group, group_src=0)),
+        (if_first, "scatter", lambda: dist.scatter(part.clone(), places, group=group, group_src=0)),
+        (if_last, "gather", lambda: dist.gather(part, places, group=group, group_dst=0)),
+        (if_last, "reduce", lambda: dist.reduce(part, group=group, group_dst=0)),
+        (4 * 6, "send", around),
+        (2 * each, "all_reduce", lambda: wait(ops.all_reduce(whole, "sum", named))),
+        (each, "all_gather", lambda: wait(ops.all_gather_into_tensor(part, num_ranks, named))),
+        (
+            *(each, "reduce_scatter"),
+            lambda: wait(ops.reduce_scatter_tensor(whole, "sum", num_ranks, named)),
+        ),
+        (each, "all_gather", lambda: DTensor.from_local(part, mesh, [Shard(0)]).full_tensor()),
+        (0, None, lambda: dist.barrier(group)),
+        (0, None, lambda: rank == 0 and dist.all_reduce(whole, group=other)),
+    ]
+    for number, (sent, kind, call) in enumerate(calls):
         with counting(model) as counted:
             call()
-        assert not [key for key in counted.sent_bytes if not key.startswith("tp.")], name
-        found[name] = of_torch(counted, "tp")
-    return found
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_each_kind_of_collective_counts_what_this_rank_sends(num_ranks):
-    for rank, found in enumerate(run_ranks(each_kind, num_ranks)):
-        part, others = 4 * 6, num_ranks - 1
-        rows = 12 * sum(rank + 1 + other for other in range(num_ranks) if other != rank)
-        is_source = int(rank == 0)
-        wanted = {
-            "all_reduce": {"all_reduce": 2 * part * others},
-            "all_gather": {"all_gather": part * others},
-            "all_gather, list": {"all_gather": part * others},
-            "reduce_scatter": {"reduce_scatter": part * others},
-            "all_to_all": {"all_to_all": rows},
-            "all_to_all, even": {"all_to_all": part * others},
-            "broadcast": {"broadcast": is_source * part * others},
-            "scatter": {"scatter": is_source * part * others},
-            "gather": {"gather": (1 - is_source) * part},
-            "reduce": {"reduce": (1 - is_source) * part},
-            "send": {"send": part},
-            "functional all_reduce": {"all_reduce": 2 * part * others},
-            "functional all_gather": {"all_gather": part * others},
-            "functional reduce_scatter": {"reduce_scatter": part * others},
-            "functional all_to_all": {"all_to_all": rows},
-            "DTensor": {"all_gather": part * others},
-            "barrier": {},
-            "on another group": {},
-        }
-        once = {
-            name: {kind: (sent, 1) for kind, sent in kinds.items() if others}
-            for name, kinds in wanted.items()
-        }
-        assert found == once, rank
+        assert not [key for key in counted.sent_bytes if not key.startswith("tp.")], number
+        wanted = {kind: (sent, 1)} if kind and num_ranks > 1 else {}
+        assert of_torch(counted, "tp") == wanted, number
 
 
 # -- tensor parallelism
-def steps_over_tensors(rank, num_ranks, dp, by, by_sequence):
-    """Take two steps, the second one counted; return all that was sent in it, by axis and kind."""
+@pytest.mark.parametrize("by", ["shard", "fully_shard"])
+@pytest.mark.parametrize("by_sequence", [False, True])
+@pytest.mark.parametrize(("num_ranks", "dp"), [(2, 1), (3, 1), (4, 2)])
+@on_ranks()
+def test_what_tensor_parallelism_sends_is_counted_by_kind(num_ranks, dp, by, by_sequence):
+    """By the formula: two blocks; of each a sum of the stream forward, and one backward.
+
+    By sequence the sum is scattered, and the stream gathered; norms have partial gradients then.
+    """
     axes = shardwise.Axes(tp=num_ranks // dp, dp_shard=dp)
     model = nn.Sequential(*(block_of(axes, by_sequence=by_sequence) for _ in range(2)))
     if by == "shard":
@@ -193,35 +176,20 @@ def steps_over_tensors(rank, num_ranks, dp, by, by_sequence):
         step()
     after = shardwise.debug.stats(model)
     own = {name: n - before.sent_bytes.get(name, 0) for name, n in plain.sent_bytes.items()}
-    return {
-        "own": {name: n for name, n in own.items() if n},
-        "counted": dict(counted.sent_bytes),
-        "tp": of_torch(counted, "tp"),
-        "stats": {n: s for n, s in after.sent_bytes.items() if n.startswith("tp.")},
-        "modes": torch._C._len_torch_dispatch_stack(),
-    }
-
-
-@pytest.mark.parametrize("by", ["shard", "fully_shard"])
-@pytest.mark.parametrize("by_sequence", [False, True])
-@pytest.mark.parametrize(("num_ranks", "dp"), [(2, 1), (3, 1), (4, 2)])
-def test_what_tensor_parallelism_sends_is_counted_by_kind(by, by_sequence, num_ranks, dp):
-    """By the formula: two blocks; of each a sum of the stream forward, and one backward.
-
-    By sequence the sum is scattered, and the stream gathered; norms have partial gradients then.
-    """
-    tp = num_ranks // dp
-    for found in run_ranks(steps_over_tensors, num_ranks, dp, by, by_sequence):
-        one = STREAM * (tp - 1) // tp
-        if by_sequence:
-            assert found["tp"]["all_gather"] == (4 * one, 4)
-            assert found["tp"]["reduce_scatter"] == (4 * one, 4)
-        else:
-            assert found["tp"] == {"all_reduce": (8 * one, 4)}
-        assert found["stats"] == {k: n for k, n in found["counted"].items() if k.startswith("tp.")}
-        others = {k: n for k, n in found["counted"].items() if n and not k.startswith("tp.")}
-        assert others == found["own"]  # Shardwise's own, each once, by the same messages as ever
-        assert found["modes"] == 0
+    found, one = of_torch(counted, "tp"), STREAM * (axes.tp - 1) // axes.tp
+    if by_sequence:
+        assert found["all_gather"] == found["reduce_scatter"] == (4 * one, 4)
+    else:
+        assert found == {"all_reduce": (8 * one, 4)}
+    of_axis = [
+        {name: n for name, n in sent.items() if name.startswith("tp.")}
+        for sent in (after.sent_bytes, counted.sent_bytes)
+    ]
+    assert of_axis[0] == of_axis[1]
+    others = {k: n for k, n in counted.sent_bytes.items() if n and not k.startswith("tp.")}
+    # Shardwise's own, each once, by the same messages as ever.
+    assert others == {name: n for name, n in own.items() if n}
+    assert torch._C._len_torch_dispatch_stack() == 0
 
 
 @on_ranks(4)
@@ -254,39 +222,44 @@ def test_an_axis_of_copies_and_one_of_shards_keep_their_names():
 CROSSING = {"GPipe": 1, "1F1B": 1, "Interleaved1F1B": 3, "ZBVZeroBubble": 2}
 
 
-def steps_of_a_pipeline(rank, num_ranks, by, schedule):
-    axes = shardwise.Axes(pp=num_ranks)
-    pipeline = pipelines.pipeline_of(schedule, axes, 4, by=by)
+@pytest.mark.parametrize("by", ["shard", "fully_shard"])
+@pytest.mark.parametrize("schedule", [name for name in CROSSING if name in pipelines.THERE])
+@on_ranks(2)
+def test_a_stage_counts_what_it_sends_to_other_ranks(num_ranks, by, schedule):
+    """By the formula: each border of stages on two ranks is crossed forward and backward.
+
+    Both ranks send as much in all: what one sends forward, the other sends back.
+    """
+    pipeline = pipelines.pipeline_of(schedule, shardwise.Axes(pp=num_ranks), 4, by=by)
     optimizer = torch.optim.SGD(pipeline.params, lr=0.1)
     batch = pipelines.batch_of(0, 0)
     for _ in range(2):  # what the first one tells of shapes goes as messages, too
         with counting(pipeline.parts) as counted:
             pipeline.step(*batch)
         optimizer.zero_grad()
-    return {"pp": of_torch(counted, "pp"), "all": set(counted.sent_bytes)}
-
-
-@pytest.mark.parametrize("by", ["shard", "fully_shard"])
-@pytest.mark.parametrize("schedule", [name for name in CROSSING if name in pipelines.THERE])
-def test_a_stage_counts_what_it_sends_to_other_ranks(by, schedule):
-    """By the formula: each border of stages on two ranks is crossed forward and backward.
-
-    Both ranks send as much in all: what one sends forward, the other sends back.
-    """
     stream = 4 * pipelines.ROWS // 4 * pipelines.LENGTH * pipelines.WIDTH
-    for found in run_ranks(steps_of_a_pipeline, 2, by, schedule):
-        num = 4 * CROSSING[schedule]
-        assert found["pp"] == {"send": (num * stream, num)}
-        assert not [name for name in found["all"] if name.startswith("stages.")]
+    num = 4 * CROSSING[schedule]
+    assert of_torch(counted, "pp") == {"send": (num * stream, num)}
+    assert not [name for name in counted.sent_bytes if name.startswith("stages.")]
 
 
 # -- what Shardwise counts itself
-def steps_with_exchanges(rank, num_ranks):
-    """Return what steps with experts and with a ring send, counted and as `stats()` has it."""
+class Mixture(nn.Module):
+    def __init__(self, routing):
+        super().__init__()
+        self.mixture = shardwise.parallel.MixtureOfExperts(WIDTH, HIDDEN, routing)
+
+    def forward(self, x):
+        made, balance = self.mixture(x)
+        return made + balance
+
+
+@on_ranks(3)
+def test_what_shardwise_sends_is_not_counted_again(num_ranks):
+    """A ring is torch's own attention: what it sends is counted where it is called."""
     axes = shardwise.Axes(ep=num_ranks, cp=num_ranks)
     shape = llama_shape(2, WIDTH, 3, 3, HIDDEN, 16)
     routing = Routing(num=2 * num_ranks, top_k=2, balanced=True)
-    found = {}
     for method in ("gather", "heads", "ring"):
         torch.manual_seed(0)
         model = PlainDecoder(shape)
@@ -304,27 +277,9 @@ def steps_with_exchanges(rank, num_ranks):
             after = shardwise.debug.stats(model).sent_bytes
             sent.append({name: n - before.get(name, 0) for name, n in after.items()})
             model.zero_grad()
-        found[method] = sent[1:]
-    return found
-
-
-class Mixture(nn.Module):
-    def __init__(self, routing):
-        super().__init__()
-        self.mixture = shardwise.parallel.MixtureOfExperts(WIDTH, HIDDEN, routing)
-
-    def forward(self, x):
-        made, balance = self.mixture(x)
-        return made + balance
-
-
-def test_what_shardwise_sends_is_not_counted_again():
-    """A ring is torch's own attention: what it sends is counted where it is called."""
-    for found in run_ranks(steps_with_exchanges, 3):
-        for method, (plain, counted) in found.items():
-            assert plain == counted, method
-            assert plain["ep.all_to_all"] > 0
-            assert ("cp.ring" in plain) == (method == "ring")
+        assert sent[1] == sent[2], method
+        assert sent[1]["ep.all_to_all"] > 0
+        assert ("cp.ring" in sent[1]) == (method == "ring")
 
 
 @on_ranks(2)

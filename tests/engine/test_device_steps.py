@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from models import Stack
-from rank_tables import each_of
 from ranks import on_ranks
 from same_runs import OPTIMIZERS, assert_same, everything, go_on, same_runs, train
 from same_runs import make as make_of
@@ -67,9 +66,10 @@ def places(folder):
 make = partial(make_of, kind=Wide)
 
 
-def step_at_every_place(rank, world_size, folder):
+@on_ranks(1, 3)
+def test_steps_have_the_bits_of_steps_on_the_host(world_size, tmp_path):
     """Every place at two stages with AdamW, every other optimizer at one place."""
-    kinds = places(folder)
+    kinds = places(tmp_path)
     cases = [("adamw", kind, stage) for stage in (3, 1) for kind in kinds]
     others = [name for name in OPTIMIZERS if name != "adamw"]
     cases += [
@@ -86,7 +86,8 @@ def step_at_every_place(rank, world_size, folder):
         same_runs(partial(run, name, stage, ("fp32", "bf16")[number % 2]), (None, place))
 
 
-def count_bytes(rank, world_size):
+@on_ranks(1)
+def test_each_byte_is_brought_once_in_a_fixed_amount_of_memory():
     model, optimizer = make("adamw", Offload("cpu", "cpu", "cpu", step_on="device"))
     numel = sum(param.numel() for param in model.parameters())
     with small_loads() as sizes:
@@ -147,7 +148,8 @@ def test_steps_through_a_gpu_have_the_bits_of_steps_that_rest_there():
         same_runs(halving, (None, "cpu"))
 
 
-def count_fetches(rank, world_size):
+@on_ranks(1, 2)
+def test_what_stays_on_the_device_gets_new_values_there(world_size):
     """With a copy on the device, slices are fetched before the first step, and when they change."""
     plain = Home.start_fetch
     for stage in (3, 1) if world_size > 1 else (3, 0):
@@ -175,21 +177,23 @@ def count_fetches(rank, world_size):
             assert sum(fetched) > owned * (1 if stays else 3)
 
 
-def move_through_a_checkpoint(rank, world_size, folder):
+@on_ranks(1, 3)
+def test_checkpoints_move_state_between_device_and_host(tmp_path):
     """From the device to the host's steps and back, with a kill in between as far as it can be."""
     on_device = Offload("cpu", "cpu", "cpu", step_on="device")
     with small_loads():
         model, optimizer = make("fused", on_device)
         train(model, optimizer, 2)
-        save(folder / "saved", model, optimizer)
+        save(tmp_path / "saved", model, optimizer)
         expected = go_on(model, optimizer)
         for number, where in enumerate(("cpu", on_device, None)):
             other = make("fused", where, stage=(3, 1, 2)[number])
-            load(folder / "saved", *other)
+            load(tmp_path / "saved", *other)
             assert_same(go_on(*other), expected)
 
 
-def fail_in_a_load(rank, world_size):
+@on_ranks(1, 2)
+def test_a_failed_step_is_told_with_rank_and_unit(rank, world_size):
     model, optimizer = make("adamw", Offload("cpu", "cpu", "cpu", step_on="device"))
     with small_loads(), pytest.MonkeyPatch.context() as patch:
         train(model, optimizer, 2)
@@ -208,7 +212,8 @@ def fail_in_a_load(rank, world_size):
             train_alone(model, optimizer)
 
 
-def step_with_none(rank, world_size):
+@on_ranks(1)
+def test_state_that_is_none_and_a_failed_load_change_nothing():
     """State that is None, and a first load for which there was no memory; both step as ever."""
 
     def run(place):
@@ -260,18 +265,3 @@ def test_loads_have_every_element_once_in_order_and_begin_at_multiples(rows, mul
     for each in loads:
         bytes_of = [(hi - lo) * rows[row][1] for row, lo, hi in each]
         assert sum(bytes_of) <= num_bytes or len(each) == 1
-
-
-SCENARIOS = {
-    "steps have the bits of steps on the host": (step_at_every_place, (1, 3)),
-    "each byte is brought once, in a fixed amount of memory": (count_bytes, (1,)),
-    "what stays on the device gets new values there": (count_fetches, (1, 2)),
-    "checkpoints move state between device and host": (move_through_a_checkpoint, (1, 3)),
-    "state that is None and a failed load change nothing": (step_with_none, (1,)),
-    "a failed step is told with rank and unit": (fail_in_a_load, (1, 2)),
-}
-
-
-@each_of(SCENARIOS)
-def test_steps_on_the_device(run, tmp_path):
-    run(tmp_path)

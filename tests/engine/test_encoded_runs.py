@@ -1,6 +1,7 @@
 """Runs whose gathers are encoded: what they send, learn, keep and refuse."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -8,7 +9,9 @@ from torch import nn
 
 import shardwise
 from block_codes import of_rows, wire_bytes
+from oracle import assert_same_bits
 from ranks import on_ranks, run_ranks
+from same_runs import same_runs
 from shardwise import Offload, Precision, describe, gathered, shard
 from shardwise.check import gradients as check_gradients
 from shardwise.debug import stats
@@ -17,6 +20,7 @@ from shardwise.errors import ConfigError
 from shardwise.train.config import TrainConfig
 from shardwise.train.decoder import Decoder
 from shardwise.train.setup import shard_decoder
+from trainer import full_parameters
 
 KINDS = ("int8", "fp8", "int4")
 BLOCK = 16
@@ -69,8 +73,7 @@ def steps(model, optimizer, rank, numbers):
     return found
 
 
-def exact(model):
-    return {n: p.full_tensor().detach().clone() for n, p in model.named_parameters()}
+exact = full_parameters
 
 
 def assert_seen(model, full, kind, num_ranks):
@@ -119,48 +122,41 @@ def saves(rank, num_ranks, folder):
 
 
 def loads(rank, num_ranks, folder):
+    """Return what is kept; what arrives is what the encoding says of it."""
     found = {}
     for kind in KINDS:
         model = make(kind)
         shardwise.load(folder / kind, model)
-        full = exact(model)
+        found[kind] = exact(model)
         model(batch(0))
-        assert_seen(model, full, kind, num_ranks)
-        found[kind] = full, model.seen
+        assert_seen(model, found[kind], kind, num_ranks)
     return found
 
 
 def test_a_run_goes_on_to_the_bit_and_its_masters_load_at_another_number_of_ranks(tmp_path):
     """A checkpoint has what is kept, never what arrived."""
     run_ranks(saves, 3, tmp_path)
-    by_size = {n: run_ranks(loads, n, tmp_path) for n in (1, 2, 3)}
-    for kind in KINDS:
-        one = by_size[1][0][kind][0]
-        for ranks in by_size.values():
-            seen = ranks[0][kind][1]
-            for rank in ranks:
-                full, here = rank[kind]
-                assert all(torch.equal(full[n], one[n]) for n in one)
-                assert all(torch.equal(here[n], seen[n]) for n in seen)
+    one, *others = (found for n in (1, 2, 3) for found in run_ranks(loads, n, tmp_path))
+    for found in others:
+        for kind in KINDS:
+            assert_same_bits(found[kind], one[kind])
 
 
 # -- where slices rest, and what they are cut over
 @on_ranks(1, 2)
 def test_slices_on_the_host_or_in_files_are_encoded_there_to_the_same_bits(rank, tmp_path):
-    homes = [
-        "cpu",
-        f"nvme:{tmp_path}",
-        Offload("cpu", optimizer="cpu", step_on="device"),
-    ]
-    homes.append(Offload(optimizer="cpu"))  # at stage 2
-    for number, home in enumerate(homes):
-        kind, stage = KINDS[number % 3], 2 if number == 3 else 3 - number % 2
-        runs = []
-        for offload in (None, home):
-            model = make(kind, torch.bfloat16, stage=stage, offload=offload)
-            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-            runs.append([*steps(model, optimizer, rank, range(3)), *exact(model).values()])
-        assert all(map(torch.equal, *runs)), home
+    def run(kind, stage, offload):
+        model = make(kind, torch.bfloat16, stage=stage, offload=offload)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        return [*steps(model, optimizer, rank, range(3)), *exact(model).values()]
+
+    for kind, stage, home in (
+        ("int8", 3, "cpu"),
+        ("fp8", 2, f"nvme:{tmp_path}"),
+        ("int4", 3, Offload("cpu", optimizer="cpu", step_on="device")),
+        ("int8", 2, Offload(optimizer="cpu")),
+    ):
+        same_runs(partial(run, kind, stage), (None, home))
 
 
 def gathered_units(config, num_ranks):
@@ -202,7 +198,6 @@ def test_over_any_axes_what_arrives_is_that_of_a_ranks_own_piece(num_ranks, degr
 
 @on_ranks(3)
 def test_a_frozen_base_is_encoded_and_stays_as_it_is(rank, num_ranks):
-    """As with LoRA: a frozen base beside what is trained."""
     for stage in (2, 3):
         model = make("int4", torch.bfloat16, stage=stage, frozen=True)
         base = model.up.weight.full_tensor().clone()

@@ -13,14 +13,14 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import shardwise
 from checking_device import CheckingDevice
+from models import NormedBlock as Block
 from oracle import assert_same_bits, plain_loop
 from ranks import on_ranks, run_ranks
 from shardwise.comm import coalesced, collectives
 from shardwise.config import Schedule
 from shardwise.errors import ConfigError, ReplicaError, ShardError
 from shardwise.interop.fsdp2 import fully_shard
-
-STEPS = 4
+from trainer import backward_all, full_parameters, make_steps
 
 
 class Model(nn.Module):
@@ -47,57 +47,53 @@ class Model(nn.Module):
         return x.square().mean() + self.none.sum()
 
 
-def batch(rank, step, micro=0):
-    generator = torch.Generator().manual_seed(97 * step + 11 * micro + rank)
+def batch(rank, step):
+    generator = torch.Generator().manual_seed(97 * step + rank)
     return torch.randint(0, 11, (3, 4), generator=generator)
 
 
-def both(params):
-    """Muon for the matrices, AdamW for the rest, as one optimizer."""
-    params = list(params)
-    muon = torch.optim.Muon([p for p in params if p.ndim == 2 and p.numel()], lr=0.05)
-    rest = torch.optim.AdamW([p for p in params if p.ndim != 2], lr=0.01)
-    return shardwise.optim.Mixed(muon, rest)
+class Both(list):
+    """Muon for the matrices, AdamW for the rest, one after the other."""
+
+    def __init__(self, params):
+        params = list(params)
+        self.append(torch.optim.Muon([p for p in params if p.ndim == 2 and p.numel()], lr=0.05))
+        self.append(torch.optim.AdamW([p for p in params if p.ndim != 2], lr=0.01))
+
+    def step(self):
+        for each in self:
+            each.step()
 
 
 def sharded(stage, layout="matrices", mesh=None):
     return shardwise.shard(Model(), stage=stage, layout=layout, units=[nn.Sequential], mesh=mesh)
 
 
-def values(model):
-    return {name: p.full_tensor().detach() for name, p in model.named_parameters()}
+def tokens_of(random):
+    return torch.randint(0, 11, (3, 4), generator=random)
 
 
-def check_steps(rank, num_ranks, stage, mesh=None):
+def check_steps(rank, num_ranks, stage, mesh=None, replicas=1):
+    steps = make_steps(num_ranks, 3, 2, tokens_of)
     model = sharded(stage, mesh=mesh)
-    optimizer = both(model.parameters())
-    for step in range(STEPS):
-        for micro in range(2):
-            with shardwise.accumulate(model, last=micro == 1):
-                (model(batch(rank, step, micro)) / 2).backward()
-        assert all(p.grad is not None for p in model.parameters())
-        before = dict(shardwise.debug.stats(model).num_collectives)
+    optimizer = shardwise.optim.Mixed(*Both(model.parameters()))
+    for micro_batches in steps:
+        backward_all(model, micro_batches, nn.Module.__call__, rank)
         optimizer.step()
-        assert dict(shardwise.debug.stats(model).num_collectives) == before
         optimizer.zero_grad()
-    of_step = [[[batch(r, s, m) for r in range(num_ranks)] for m in range(2)] for s in range(STEPS)]
-    replicas = 1 if mesh is None else mesh["replicate"].size()
-    truth = plain_loop(Model(), of_step, lambda m, b: m(b), both, None, stage >= 2, replicas)
-    assert_same_bits(values(model), truth.parameters)
+    truth = plain_loop(Model(), steps, nn.Module.__call__, Both, None, stage >= 2, replicas)
+    assert_same_bits(full_parameters(model), truth.parameters)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_muon_and_adamw_make_the_steps_of_one_process_and_send_nothing(num_ranks):
+@on_ranks(1, 2, 3, 4)
+def test_muon_and_adamw_make_the_steps_of_one_process(rank, num_ranks):
     for stage in range(4):
-        run_ranks(check_steps, num_ranks, stage)
-
-
-@on_ranks(2)
-def test_axes_of_one_rank_neither_average_nor_add_twice(rank, num_ranks):
-    """Groups of one rank neither average nor add twice (Megatron-LM#6660), nor send."""
-    for sizes in ((1, num_ranks), (num_ranks, 1)):
-        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
-        check_steps(rank, num_ranks, 3, mesh)
+        check_steps(rank, num_ranks, stage)
+    if num_ranks == 2:  # groups of one rank neither average nor add twice (Megatron-LM#6660)
+        for replicas in (1, 2):
+            shape, names = (replicas, 2 // replicas), ("replicate", "shard")
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+            check_steps(rank, num_ranks, 3, mesh, replicas)
 
 
 class Whitens(torch.optim.Optimizer):
@@ -155,9 +151,13 @@ def whitens(model):
     return Whitens([p for p in model.parameters() if p.ndim == 2])
 
 
-def plainly(steps):
+def stepped_by_adamw(model):
+    return adamw(model.parameters())
+
+
+def plainly(steps, make=whitens):
     model = Model()
-    train(model, whitens(model), steps)
+    train(model, make(model), steps)
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
@@ -165,7 +165,7 @@ def check_any(rank, num_ranks, stage, closes):
     model = sharded(stage)
     optimizer = whitens(model)
     train(model, optimizer, range(3), closes)
-    assert_same_bits(values(model), plainly(range(3)))
+    assert_same_bits(full_parameters(model), plainly(range(3)))
     assert optimizer.num_steps == optimizer.param_groups[0]["num_steps"] == 3
     shardwise.check.replicas(model, optimizer)
     return len(optimizer.state)
@@ -177,55 +177,38 @@ def test_an_optimizer_with_state_of_any_kind_steps_each_matrix_on_its_owner(num_
         assert sum(run_ranks(check_any, num_ranks, stage, closes)) == 7  # the empty one has none
 
 
-def save(rank, num_ranks, stage, path):
-    model = sharded(stage)
-    optimizer = whitens(model)
+def save_half_way(rank, num_ranks, stage, layout, make, path):
+    model = sharded(stage, layout)
+    optimizer = make(model)
     train(model, optimizer, range(2))
     shardwise.save(path, model, optimizer, step=1)
 
 
-def load(rank, num_ranks, stage, path):
-    model = sharded(stage)
-    optimizer = whitens(model)
+def go_on(rank, num_ranks, stage, layout, make, path):
+    model = sharded(stage, layout)
+    optimizer = make(model)
     shardwise.load(path, model, optimizer)
     train(model, optimizer, range(2, 4))
-    return values(model)
+    return full_parameters(model)
 
 
-@pytest.mark.parametrize(("first", "then"), [((2, 3), (4, 1)), ((4, 1), (1, 3)), ((1, 3), (2, 2))])
-def test_a_checkpoint_goes_on_over_other_ranks(first, then, tmp_path):
-    run_ranks(save, *first, tmp_path / "saved")
-    for found in run_ranks(load, *then, tmp_path / "saved"):
-        assert_same_bits(found, plainly(range(4)))
-
-
-def save_as(rank, num_ranks, layout, path):
-    model = sharded(3, layout)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    train(model, optimizer, range(2))
-    shardwise.save(path, model, optimizer, step=1)
-
-
-def load_as(rank, num_ranks, layout, path):
-    model = sharded(2, layout)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    shardwise.load(path, model, optimizer)
-    moments = {
-        f"{name}, {key}": optimizer.state[p][key].full_tensor()
-        for name, p in model.named_parameters()
-        for key in ("exp_avg", "exp_avg_sq")
-    }
-    return {**values(model), **moments}
-
-
-@pytest.mark.parametrize("other", ["rows", "flat"])
-def test_checkpoints_go_from_and_to_other_layouts(other, tmp_path):
-    for number, (first, then) in enumerate((("matrices", other), (other, "matrices"))):
-        path = tmp_path / str(number)
-        run_ranks(save_as, 3, first, path)
-        (truth,) = run_ranks(load_as, 1, first, path)
-        for found in run_ranks(load_as, 2, then, path):
-            assert_same_bits(found, truth)
+@pytest.mark.parametrize(
+    ("first", "then"),  # ranks, stage and layout
+    [
+        ((2, 3, "matrices"), (4, 1, "matrices")),
+        ((4, 1, "matrices"), (1, 3, "matrices")),
+        ((1, 3, "matrices"), (2, 2, "matrices")),
+        ((4, 3, "matrices"), (2, 2, "rows")),
+        ((2, 3, "rows"), (4, 2, "matrices")),
+        ((4, 3, "matrices"), (2, 2, "flat")),
+        ((2, 3, "flat"), (4, 2, "matrices")),
+    ],
+)
+def test_a_checkpoint_goes_on_over_other_ranks_and_layouts(first, then, tmp_path):
+    make = whitens if first[2] == then[2] else stepped_by_adamw
+    run_ranks(save_half_way, *first, make, tmp_path / "saved")
+    for found in run_ranks(go_on, *then, make, tmp_path / "saved"):
+        assert_same_bits(found, plainly(range(4), make))
 
 
 def choose(name, p):
@@ -255,26 +238,15 @@ muon = partial(torch.optim.Muon, lr=0.05)
 adamw = partial(torch.optim.AdamW, lr=0.01)
 
 
-class Block(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 3 * width + 1)
-        self.down = nn.Linear(3 * width + 1, width, bias=False)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
 class Net(nn.Module):
     """A head tied to the embedding, a frozen matrix, blocks of which two have equal shapes."""
 
-    def __init__(self, width=6, blocks=3):
+    def __init__(self, width=Block.WIDTH, blocks=3):
         super().__init__()
         self.embed = nn.Embedding(11, width)
         self.mix = nn.Linear(width, width)
         self.mix.weight.requires_grad_(False)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
         self.head = nn.Linear(width, 11, bias=False)
         self.head.weight = self.embed.weight
 
@@ -285,9 +257,9 @@ class Net(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
 
 
-def net(width=6):
+def net():
     torch.manual_seed(3)
-    return Net(width)
+    return Net()
 
 
 def mixed(model):
@@ -306,7 +278,7 @@ def step(model, optimizer, steps, rank, clip=None):
 def trained(rank, clip=None, **options):
     model = shardwise.shard(net(), units=[Block], **options)
     step(model, mixed(model), range(3), rank, clip)
-    return values(model)
+    return full_parameters(model)
 
 
 @on_ranks(1, 3)
@@ -347,10 +319,10 @@ def test_replicas_of_an_owner_step_alike_and_a_difference_is_found(rank):
     step(model, optimizer, range(2), rank)
     shardwise.check.replicas(model, optimizer)
     weight = model.blocks[0].up.weight
-    assert shardwise.describe(model).units[1].params[2].owner == 0
-    if rank == 0:
+    owner = shardwise.describe(model).units[1].params[2].owner
+    if rank == owner:
         optimizer.state[weight]["momentum_buffer"].to_local()[0, 0] += 1
-    with pytest.raises(ReplicaError, match=r"'blocks.0.up.weight', state: ranks 0, 2 differ"):
+    with pytest.raises(ReplicaError, match=f"up.weight', state: ranks {owner}, {owner + 2} differ"):
         shardwise.check.replicas(model, optimizer)
 
 
@@ -409,6 +381,7 @@ def count_bytes(rank, num_ranks, by):
     reduced += num_trained * others * 4  # who had which gradient
     assert sent["shard.all_gather"] == gathered
     assert sent["shard.reduce_scatter"] == reduced
+    assert not any(n for k, n in sent.items() if not k.endswith(("all_gather", "reduce_scatter")))
     held = sum(p.to_local().nbytes for p in model.parameters())
     padding = shardwise.debug.stats(model).param_shard_bytes - held
     assert 0 <= padding < 4 * 32 * len(list(model.parameters()))
@@ -419,7 +392,9 @@ def count_bytes(rank, num_ranks, by):
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_owners_send_their_matrices_and_get_their_gradients_to_the_byte(num_ranks, by):
     held = run_ranks(count_bytes, num_ranks, by)
-    assert max(held) - min(held) <= 19 * 6 + 36  # the largest, and the frozen one's rows
+    assert (
+        max(held) - min(held) <= Block.HIDDEN * Block.WIDTH + 36
+    )  # the largest, and the frozen one's rows
 
 
 @on_ranks(1, 2)
@@ -432,7 +407,7 @@ def test_optimizers_built_before_saved_loaded_and_copied_go_on(rank, tmp_path):
     after = shardwise.shard(net(), units=[Block], layout="matrices")
     theirs = mixed(after)
     step(after, theirs, range(2), rank)
-    assert_same_bits(values(before), values(after))
+    assert_same_bits(full_parameters(before), full_parameters(after))
     _again, its_own = copy.deepcopy((after, theirs))
     for group in its_own.param_groups:  # of what was copied with the model, nothing is shared
         assert not {*map(id, group["params"])} & {*map(id, after.parameters())}
@@ -442,14 +417,14 @@ def test_optimizers_built_before_saved_loaded_and_copied_go_on(rank, tmp_path):
     theirs.param_groups[0]["lr"] = 1.0
     assert theirs.optimizers[0].param_groups[0]["lr"] == 1.0
     step(before, optimizer, range(2, 4), rank)
-    assert_same_bits(values(before), values(after))
+    assert_same_bits(full_parameters(before), full_parameters(after))
     # torch's own dict of the state, which load_state_dict copies.
     other = mixed(before)
     other.load_state_dict(optimizer.state_dict())
     step(before, other, range(4, 5), rank)
     theirs.param_groups[0]["lr"] = 0.05
     step(after, theirs, range(4, 5), rank)
-    assert_same_bits(values(before), values(after))
+    assert_same_bits(full_parameters(before), full_parameters(after))
 
 
 @on_ranks(2)
@@ -471,7 +446,7 @@ def test_what_cannot_be_is_refused(rank):
         shardwise.optim.Mixed.of(nn.LayerNorm(3), muon, adamw)
     with pytest.raises(ConfigError, match="expected optimizers of torch"):
         shardwise.optim.Mixed()
-    chosen = shardwise.optim.Mixed.of(model, muon, adamw, lambda name, p: "down" in name)
+    chosen = shardwise.optim.Mixed.of(model, muon, adamw, lambda name, p: "down.weight" in name)
     assert len(chosen.param_groups[0]["params"]) == 3
 
 
@@ -481,7 +456,7 @@ def test_under_fully_shard_muon_steps_as_under_torchs_with_collectives_of_torch(
     for how in (fully_shard, torch_fully_shard):
         model = how(net())
         step(model, mixed(model), range(2), rank)
-        found.append(values(model))
+        found.append(full_parameters(model))
     assert_same_bits(*found)
 
 
@@ -526,13 +501,12 @@ def test_scaled_losses_and_skipped_steps_are_those_of_stage_0(rank):
             scaler.update()
             optimizer.zero_grad()
         assert scaler.get_scale() == 2.0
-        found.append(values(model))
+        found.append(full_parameters(model))
     assert_same_bits(*found)
 
 
 @on_ranks(1, 3)
 def test_a_matrix_is_read_and_written_whole(num_ranks):
-    """What writes full values into a matrix writes them on its owner."""
     model = shardwise.shard(net(), units=[Block], layout="matrices")
     weight = model.blocks[0].up.weight
     value = torch.arange(float(weight.numel())).view(weight.shape)
@@ -558,7 +532,7 @@ def test_the_loop_of_the_page_learns():
     exec(code, names)
     model, optimizer = names["model"], names["optimizer"]
     muon_has, adamw_has = (group["params"] for group in optimizer.param_groups)
-    assert len(muon_has) == 6 and len(adamw_has) == 1 + 1 + 3 * 3  # embedding, bias; norms, bias
+    assert len(muon_has) == 6 and len(adamw_has) == 1 + 1 + 3 * 4  # embedding, bias; norms, biases
     losses = []
     for _ in range(30):
         losses.append(float(model(batch(0, 0)).detach()))

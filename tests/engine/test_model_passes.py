@@ -1,16 +1,20 @@
 """Models beside the table of scenarios: backwards, hooks, what is left after errors, gradients."""
 
 import warnings
+from functools import partial
 from itertools import pairwise
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
-from models import Block, Checkpointed, Stack
+import zero_from_scratch as zero
+from models import Block, Checkpointed, OddModel, Stack
 from oracle import assert_same_bits
-from ranks import on_ranks, run_ranks
+from ranks import on_ranks
 from roundings import assert_rounded_alike
 from scenarios import (
     WHERE,
@@ -37,59 +41,107 @@ from trainer import (
     full_parameters,
     make_steps,
     mean_square,
+    token_batch,
+    train,
 )
 
 
 # Ways to call a unit: twice, nested, evaluated, with inputs and outputs of every shape.
-def gradients_of_two_backwards(model, batch, kind):
-    """Backpropagate twice before anything is stepped."""
-    if kind == "two graphs":
-        mean_square(model, batch).backward()
-        mean_square(model, batch * 0.5).backward()
-    elif kind == "two graphs, then two backwards":
-        first, second = mean_square(model, batch), mean_square(model, batch * 0.5)
-        first.backward()
-        second.backward()
-    elif kind == "the latest graph first":
-        first, second = mean_square(model, batch), mean_square(model, batch * 0.5)
-        second.backward()
-        first.backward()
-    elif kind == "one graph":
-        loss = mean_square(model, batch)
-        loss.backward(retain_graph=True)
+def two_graphs(model, batch):
+    mean_square(model, batch).backward()
+    mean_square(model, batch * 0.5).backward()
+
+
+def two_graphs_at_once(model, batch, order=1):
+    losses = [mean_square(model, batch), mean_square(model, batch * 0.5)]
+    for loss in losses[::order]:
         loss.backward()
-    elif kind == "two losses of one forward":
-        out = model(batch)
-        out.square().mean().backward(retain_graph=True)
-        (out * 0.1).mean().backward()
-    else:
-        out = model(batch)
-        out.backward(torch.full_like(out, 0.25))
-    return full_grads(model)
 
 
-TWO_BACKWARDS = [
-    "two graphs",
-    "two graphs, then two backwards",
-    "the latest graph first",
-    "one graph",
-    "two losses of one forward",
-    "a gradient is given",
-]
+def one_graph_twice(model, batch):
+    loss = mean_square(model, batch)
+    loss.backward(retain_graph=True)
+    loss.backward()
 
 
-@pytest.mark.parametrize("kind", TWO_BACKWARDS)
+def two_losses_of_one_forward(model, batch):
+    out = model(batch)
+    out.square().mean().backward(retain_graph=True)
+    (out * 0.1).mean().backward()
+
+
+def a_gradient_that_is_given(model, batch):
+    out = model(batch)
+    out.backward(torch.full_like(out, 0.25))
+
+
 @on_ranks(2)
-def test_gradients_add_up_over(kind):
+def test_gradients_add_up_over_backward_passes():
     """Every rank has the same batch, so that the mean is the plain gradient, to the bit at N=2."""
     batch = torch.linspace(-1, 1, 24).view(3, 8)
+    latest_first = partial(two_graphs_at_once, order=-1)
+    passes = [two_graphs, two_graphs_at_once, latest_first, one_graph_twice]
+    for run in (*passes, two_losses_of_one_forward, a_gradient_that_is_given):
+        found = []
+        for options in (None, *SPREAD):
+            torch.manual_seed(0)
+            model = Stack() if options is None else shard(Stack(), **options)
+            run(model, batch)
+            found.append(full_grads(model))
+            assert_same_bits(found[-1], found[0])
+
+
+@pytest.mark.kernels
+@on_ranks(2)
+def test_two_ranks_have_the_bits_of_distributed_data_parallel(rank, world_size):
+    """The oracle is a loop of our own; this is torch's."""
     torch.manual_seed(0)
-    expected = gradients_of_two_backwards(Stack(), batch, kind)
-    for options in SPREAD:
+    model = OddModel()
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+    optimizer = adamw(model.parameters())
+    steps, losses = make_steps(world_size, 4, make_batch=token_batch), []
+    for (by_rank,) in steps:
+        loss = zero.next_byte_loss(wrapped, by_rank[rank])
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = full_parameters(model)
+    del expected["never_used"]  # DistributedDataParallel gives it zeros, so its weight decays
+    torch.manual_seed(0)
+    trained = train(OddModel(), steps, zero.next_byte_loss, stage=3)
+    assert trained.losses == losses
+    assert_same_bits({n: trained.parameters[n] for n in expected}, expected)
+
+
+def steps_with_buffers(model, rank, sends):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        x = torch.randn(5, 8, generator=torch.Generator().manual_seed(2 * step + rank))
+        for buffer in model.buffers() if sends else ():
+            dist.broadcast(buffer, 0)
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name.removeprefix("module."): each for name, each in model.named_buffers()}
+
+
+@on_ranks(2)
+def test_buffers_are_each_ranks_own_and_those_of_ddp_where_the_loop_sends_them(rank):
+    def make():
         torch.manual_seed(0)
-        model = shard(Stack(), **options)
-        grads = gradients_of_two_backwards(model, batch, kind)
-        assert_same_bits(grads, expected)
+        return nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+
+    ddp = make()
+    expected = steps_with_buffers(DistributedDataParallel(ddp), rank, sends=False)
+    for shards in (shard, fully_shard):
+        for sends in (True, False):
+            model = shards(make())
+            found = steps_with_buffers(model, rank, sends)
+            alike = all(torch.equal(found[name], expected[name]) for name in expected)
+            assert alike == (sends or rank == 0)
+            ours = {name: p.full_tensor() for name, p in model.named_parameters()}
+            assert_same_bits(ours, dict(ddp.named_parameters()))
 
 
 class NormBlock(Block):
@@ -109,20 +161,17 @@ class NormalisedUnits(Stack):
 def test_batch_norm_keeps_its_statistics(rank, world_size):
     """Feed every rank the same batches, then the plain model has the same statistics."""
     steps = [[by_rank[:1] * world_size for by_rank in m] for m in make_steps(1, 3)]
-    for options in SPREAD:
-        found = []
-        for is_sharded in (False, True):
-            torch.manual_seed(0)
-            model = NormalisedUnits()
-            if is_sharded:
-                shard(model, **options)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            for (by_rank,) in steps:
-                mean_square(model, by_rank[rank]).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            found.append({**full_parameters(model), **dict(model.named_buffers())})
-        assert_same_bits(found[1], found[0])
+    found = []
+    for options in (None, *SPREAD):
+        torch.manual_seed(0)
+        model = NormalisedUnits() if options is None else shard(NormalisedUnits(), **options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for (by_rank,) in steps:
+            mean_square(model, by_rank[rank]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append({**full_parameters(model), **dict(model.named_buffers())})
+        assert_same_bits(found[-1], found[0])
 
 
 def train_with_user_hooks(model, batch):
@@ -173,11 +222,9 @@ def test_a_parameter_without_elements_alone_in_its_dtype_is_reduced_over_replica
     for stage in range(4):
         model = shard(WithNothing(), stage=stage, mesh=mesh)
         model(torch.full((2, 4), rank + 1.0)).sum().backward()
-        grads = [p.grad for p in model.parameters()]
-        means = [g.full_tensor() for g in grads]
-        by_name = dict(zip((n for n, _ in model.named_parameters()), means, strict=True))
-        assert torch.equal(by_name["layer.weight"], torch.full((4, 4), 3.0)), stage
-        assert by_name["nothing"].shape == (0, 4) and by_name["nothing"].dtype == torch.float64
+        means = full_grads(model)
+        assert torch.equal(means["layer.weight"], torch.full((4, 4), 3.0)), stage
+        assert means["nothing"].shape == (0, 4) and means["nothing"].dtype == torch.float64
 
 
 # Activation checkpointing of both kinds, nested, around and inside units, with frozen layers.
@@ -200,23 +247,19 @@ def test_a_graph_with_a_recomputed_region_runs_backward_twice(world_size):
             assert_rounded_alike(ours, theirs, 0 if world_size == 1 else 3)
 
 
-def bytes_of_a_step(rank, world_size, make_model):
-    """Return the peak of full parameters, and unreduced gradients at the end of backward."""
-    torch.manual_seed(0)
-    model = shard(make_model(), stage=3)
-    seen = []
-    for _ in range(2):
-        x = torch.randn(4, 8, requires_grad=True)
-        x.register_hook(lambda _: seen.append(stats(model).grad_partial_bytes))
-        model(x).sum().backward()
-    return stats(model).param_full_peak_bytes, seen
-
-
+@on_ranks(3)
 def test_a_checkpoint_inside_a_unit_holds_no_more_than_one_around_it():
-    around, inside = (
-        run_ranks(bytes_of_a_step, 3, model)[0] for model in (Checkpointed, CheckpointedInside)
-    )
-    assert inside == around
+    """Compare the peak of full parameters, and unreduced gradients at the end of backward."""
+    found = []
+    for make_model in (Checkpointed, CheckpointedInside):
+        torch.manual_seed(0)
+        model, seen = shard(make_model(), stage=3), []
+        for _ in range(2):
+            x = torch.randn(4, 8, requires_grad=True)
+            x.register_hook(lambda _, m=model, s=seen: s.append(stats(m).grad_partial_bytes))
+            model(x).sum().backward()
+        found.append((stats(model).param_full_peak_bytes, seen))
+    assert found[0] == found[1]
 
 
 # Units whose output is another unit's, as it came: two units then begin backward at one node.
@@ -242,7 +285,6 @@ def test_fully_shard_too_frees_no_unit_before_its_backward():
 # A step that raises leaves nothing behind, and a step that takes another path is right.
 @on_ranks(2)
 def test_states_and_memory_are_clean_after_a_step_that_raised():
-    """After a failed step and one that follows, every unit is where it was at the beginning."""
     batch = torch.linspace(-1, 1, 24).view(3, 8)
     for options in STAGES:
         model = shard(Fragile(), **options)
@@ -265,7 +307,6 @@ def test_states_and_memory_are_clean_after_a_step_that_raised():
 
 @on_ranks(2)
 def test_prefetching_goes_on_after_the_order_has_changed():
-    """Return for every step how many blocks were gathered before the block before them ran."""
     model = shard(Detours(), stage=3)
     optimizer = adamw(model.parameters())
     events = events_of(model)
@@ -291,26 +332,21 @@ def test_prefetching_goes_on_after_the_order_has_changed():
     assert counts[5] == 2, "the step before predicts the next"
 
 
-def gathers_of_backward(rank, world_size):
-    """Return the units gathered in backward after a changed order, in order of their starts."""
+@on_ranks(2)
+def test_backward_gathers_each_unit_once_in_reverse_of_its_own_forward():
+    """Block 2 ran first, where the prediction had it last, so it was kept for backward."""
     model = shard(Detours(), stage=3)
     for step in (0, 1):
         model.num_calls = step
         loss = mean_square(model, torch.ones(2, 8))
         events = events_of(model)
         loss.backward()
-    return [unit for kind, unit, _ in events if kind == "shard.all_gather"]
-
-
-def test_backward_gathers_each_unit_once_in_reverse_of_its_own_forward():
-    """Block 2 ran first, where the prediction had it last, so it was kept for backward."""
-    assert run_ranks(gathers_of_backward, 2) == [["blocks.1", "blocks.0"]] * 2
+    gathered = [unit for kind, unit, _ in events if kind == "shard.all_gather"]
+    assert gathered == ["blocks.1", "blocks.0"]
 
 
 @on_ranks(1, 2)
 def test_an_accumulation_window_that_a_raising_pass_has_cost_is_told_once():
-    """Raise in the second of three micro-batches; return what was warned, per stage."""
-    found = []
     for stage in range(4):
         torch.manual_seed(0)
         model = shard(Fragile(), stage=stage, schedule=Schedule(reduce_every="step"))
@@ -326,15 +362,13 @@ def test_an_accumulation_window_that_a_raising_pass_has_cost_is_told_once():
             with accumulate(model, last=True):
                 model(x).sum().backward()
             model(x).sum().backward()
-        found.append([str(w.message) for w in caught])
+        (told,) = caught
+        assert "run the window again" in str(told.message)
         again = shard(Fragile(), stage=stage, schedule=Schedule(reduce_every="step"))
         again.load_state_dict(model.state_dict())
         for _ in range(2):
             again(x).sum().backward()
         assert_same_grads(full_grads(model), full_grads(again))
-    by_stage = found
-    for messages in by_stage:
-        assert len(messages) == 1 and "run the window again" in messages[0]
 
 
 @on_ranks(1)

@@ -193,7 +193,6 @@ class Mixed(nn.Module):
 
 @on_ranks(2)
 def test_a_module_that_cannot_be_initialised_is_refused_before_anything_changed():
-    """Return the message; the model must be as it was."""
     with torch.device("meta"):
         model = Mixed()
     before = dict(model.named_parameters())
@@ -212,7 +211,6 @@ def test_a_module_that_cannot_be_initialised_is_refused_before_anything_changed(
 
 @on_ranks(2)
 def test_modules_that_are_live_already_keep_rank_zeros_values(rank):
-    """One module is live, with a value; the others are on meta."""
     for stage in range(4):
         with torch.device("meta"):
             model = Stack()

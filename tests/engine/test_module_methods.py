@@ -287,8 +287,7 @@ def test_gradients_stay_on_their_ranks_until_synced_or_finalized(rank, world):
             if number < 2 and world > 1:
                 assert sent(model, "reduce_scatter") == 0
         same_gradients(model, expected(world, (0, 1, 2)))
-        for param in model.parameters():
-            param.grad = None
+        model.zero_grad()
         model.set_requires_gradient_sync(False)
         losses = [loss_of(model, number, rank) for number in range(3)]
         for number in (2, 0, 1):  # in flight at once, and in another order
@@ -299,8 +298,7 @@ def test_gradients_stay_on_their_ranks_until_synced_or_finalized(rank, world):
         handle = model.finalize_backward(async_op=True)
         handle.wait()
         same_gradients(model, expected(world, (0, 1, 2)))
-        for param in model.parameters():
-            param.grad = None
+        model.zero_grad()
         model.blocks[1].set_requires_gradient_sync(False, recurse=False)  # one unit alone waits
         loss_of(model, 0, rank).backward()
         assert model.blocks[0].up.weight.grad.full_tensor().abs().sum() > 0

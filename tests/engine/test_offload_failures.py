@@ -10,8 +10,7 @@ from test_offload_files import OPTIMIZERS
 from torch import nn
 
 from models import Stack
-from rank_tables import each_of
-from ranks import HANG_S, run_ranks
+from ranks import HANG_S, on_ranks, run_ranks
 from same_runs import assert_same, go_on, make, train
 from shardwise import Offload, load, save, shard
 from shardwise.device import HostTime
@@ -41,16 +40,23 @@ def full_after(num_files):
     return fill
 
 
-def fill_one_disk_at_the_first_step(rank, world_size, folder, name):
+@pytest.mark.parametrize(
+    ("world_size", "name"),
+    [*((1, name) for name in OPTIMIZERS if name not in ("adamw", "sgd")), (3, "adamw")],
+)
+@on_ranks()
+def test_one_full_disk_at_the_first_step_changes_nothing_on_any_rank(
+    rank, world_size, tmp_path, name
+):
     """Only one rank has no room: no rank has stepped, and all can step when there is room."""
-    place = f"nvme:{folder}"
+    place = f"nvme:{tmp_path}"
     expected = train(*make(name, place), 2)
     model, optimizer = make(name, place)
     before = [param.full_tensor() for param in model.parameters()]
     with pytest.MonkeyPatch.context() as patch:
         if rank == world_size - 1:
             patch.setattr(System, "reserve", full_after(2))
-        said = rf"rank {world_size - 1}, unit '\S+': .* are needed in {folder}, and .* are free"
+        said = rf"rank {world_size - 1}, unit '\S+': .* are needed in {tmp_path}, and .* are free"
         with pytest.raises(StorageError, match=said):
             train(model, optimizer, 1)
     assert_same([param.full_tensor() for param in model.parameters()], before)
@@ -59,18 +65,19 @@ def fill_one_disk_at_the_first_step(rank, world_size, folder, name):
     assert_same(train(model, optimizer, 2), expected)
 
 
-def lack_room_when_sharded(rank, world_size, folder):
+@on_ranks(1, 3)
+def test_one_rank_without_room_in_shard_is_told_to_all_first(rank, world_size, tmp_path):
     """One rank has no memory for the slab, or no space for the slices of the third unit."""
     victim = world_size - 1
 
     def no_memory(*_):
         raise RuntimeError("can't allocate memory")
 
-    in_files = Offload(f"nvme:{folder}", optimizer="cpu")
+    in_files = Offload(f"nvme:{tmp_path}", optimizer="cpu")
     cases = [
         ("cpu", (HostTime, "locked_memory"), no_memory, ": the .* of host memory .* allocate"),
-        (in_files, (System, "reserve"), full_after(4), rf", unit '\S+': .* needed in {folder}"),
-        (f"nvme:{folder}", (System, "reserve"), full_after(0), ".*No space left"),
+        (in_files, (System, "reserve"), full_after(4), rf", unit '\S+': .* needed in {tmp_path}"),
+        (f"nvme:{tmp_path}", (System, "reserve"), full_after(0), ".*No space left"),
     ]
     for offload, (where, name), fails, said in cases:
         model = Stack()
@@ -160,11 +167,12 @@ def test_a_disk_that_fails_in_training_is_told_to_every_rank_with_rank_unit_and_
         )
 
 
-def save_after_one_has_failed(rank, world_size, folder):
+@on_ranks(1, 3)
+def test_a_failure_that_a_save_has_told_is_mended_by_a_load(rank, world_size, tmp_path):
     """A save tells all ranks, all load, and go on: the file that failed is made anew by all."""
-    model, optimizer = make("adamw", f"nvme:{folder}")
+    model, optimizer = make("adamw", f"nvme:{tmp_path}")
     train(model, optimizer, 2)
-    save(folder / "saved", model, optimizer)
+    save(tmp_path / "saved", model, optimizer)
     expected = go_on(model, optimizer)
     with pytest.MonkeyPatch.context() as patch:
         model(torch.ones(3, 8)).sum().backward()
@@ -172,22 +180,7 @@ def save_after_one_has_failed(rank, world_size, folder):
             patch.setattr(System, "write", io_error)
         optimizer.step()
         with pytest.raises(CheckpointError, match=rf"rank {world_size - 1}, unit .*writing"):
-            save(folder / "never", model, optimizer)
+            save(tmp_path / "never", model, optimizer)
     optimizer.zero_grad()
-    load(folder / "saved", model, optimizer)
+    load(tmp_path / "saved", model, optimizer)
     assert_same(go_on(model, optimizer), expected)
-
-
-SCENARIOS = {
-    "one full disk at the first step changes nothing on any rank": (
-        fill_one_disk_at_the_first_step,
-        [*((1, name) for name in OPTIMIZERS if name not in ("adamw", "sgd")), (3, "adamw")],
-    ),
-    "one rank without room in shard() is told to all first": (lack_room_when_sharded, (1, 3)),
-    "a failure that a save has told is mended by a load": (save_after_one_has_failed, (1, 3)),
-}
-
-
-@each_of(SCENARIOS)
-def test_failures_of_disks_and_memory(run, tmp_path):
-    run(tmp_path)

@@ -4,7 +4,6 @@ import copy
 import gc
 import itertools
 import random
-import re
 import threading
 import time
 import warnings
@@ -17,8 +16,7 @@ import torch
 from torch import nn
 
 from models import Stack
-from rank_tables import each_of
-from ranks import HANG_S, on_ranks, run_ranks
+from ranks import HANG_S, agreed, on_ranks
 from same_runs import (
     OPTIMIZERS,
     assert_same,
@@ -71,7 +69,8 @@ def counted(before=lambda: None):
         yield threads
 
 
-def takes_the_plain_steps(rank, world_size, every=False):
+@on_ranks(1, 3)
+def test_steps_in_the_background_have_the_bits_of_plain_ones(world_size, every=False):
     """AdamW in every setting and the other optimizers in one each, or all in all.
 
     Every fourth of the others on several ranks, which cost ten times as much, else on one.
@@ -110,7 +109,8 @@ OFFLOADS = [
 ]
 
 
-def steps_offloaded_units_behind(rank, world_size, every=False):
+@on_ranks(1, 3)
+def test_offloaded_units_step_behind_from_the_second_step_on(world_size, every=False):
     """Train on the device, and with state at two of four places at each stage, or at all."""
     for stage in range(4):
         turn = (stage + (world_size > 1)) % 2
@@ -139,7 +139,8 @@ def count_steps_behind(world_size, stage, precision, offload):
     return found
 
 
-def with_delays(rank, world_size, steps):
+@on_ranks(3)
+def test_delays_in_the_thread_neither_change_a_bit_nor_hang(rank, steps=12):
     rng = random.Random(rank)
 
     def run(wrap, overlaps):
@@ -167,7 +168,8 @@ def under_way(model):
     return ["_step_under_way" in vars(param) for param in model.parameters()]
 
 
-def waits_for_no_more(rank, world_size):
+@on_ranks(1, 3)
+def test_a_read_waits_for_its_own_unit_and_metadata_for_none():
     for wrap in AT_STAGE_3:
         torch.manual_seed(0)
         model, optimizer = overlapped(wrap)
@@ -257,7 +259,8 @@ ACTIONS = [
 ]
 
 
-def sees_the_step(rank, world_size, folder, every=False):
+@on_ranks(1, 3)
+def test_whatever_comes_after_a_step_sees_it_whole(rank, world_size, tmp_path, every=False):
     """Take each action in one way to shard, in another on one rank than on several, or in all."""
 
     def run(action, number, wrap, overlaps):
@@ -268,7 +271,7 @@ def sees_the_step(rank, world_size, folder, every=False):
             optimizer.step()
             if action not in (keep_gradients, zero_gradients, step_again):
                 optimizer.zero_grad()
-            return action(model, optimizer, folder / f"{number} {action.__name__} {overlaps}")
+            return action(model, optimizer, tmp_path / f"{number} {action.__name__} {overlaps}")
 
     for number, wrap in enumerate([*WAYS[3:], WAYS[0]]):
         first = (number + 1 + 2 * (world_size > 1)) % 4
@@ -287,13 +290,14 @@ USES = [
 ]
 
 
-def fails(rank, world_size, folder):
-    told = []
+@on_ranks(1, 3)
+def test_a_step_that_fails_is_told_to_all_who_ask_until_a_load(rank, tmp_path):
+    why = "the optimizer's step, which ran in the background, failed: ZeroDivisionError: "
     for number, wrap in enumerate(AT_STAGE_3):
         torch.manual_seed(0)
         model, optimizer = overlapped(wrap)
         train(model, optimizer, 1)
-        save(folder / str(number), model, optimizer, step=1)
+        save(tmp_path / str(number), model, optimizer, step=1)
         right = everything(model, optimizer)
         model(torch.ones(2, 8)).sum().backward()
         turn = iter(range(4))
@@ -301,23 +305,13 @@ def fails(rank, world_size, folder):
             optimizer.step()
             optimizer.zero_grad()
             for use in USES:
-                with pytest.raises((ShardError, CheckpointError)) as error:
-                    use(model, optimizer, folder / "never")
-                told.append(str(error.value))
-        load(folder / str(number), model, optimizer)
+                who = "[0-2]" if use is USES[2] else str(rank)  # all hear of a save that failed
+                said = rf"rank {who}, unit 'blocks\.1': {why}"
+                with pytest.raises((ShardError, CheckpointError), match=said):
+                    use(model, optimizer, tmp_path / "never")
+        load(tmp_path / str(number), model, optimizer)
         assert_same(everything(model, optimizer), right)
         train(model, optimizer, 1)
-    return told
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_a_step_that_fails_is_told_to_all_who_ask_until_a_load(world_size, tmp_path):
-    for rank, told in enumerate(run_ranks(fails, world_size, tmp_path)):
-        assert len(told) == 2 * len(USES)
-        for use, text in zip(USES * 2, told, strict=True):
-            who = "[0-2]" if use is USES[2] else str(rank)  # all hear of a save that failed
-            why = r"the optimizer's step, which ran in the background, failed: ZeroDivisionError: "
-            assert re.search(rf"rank {who}, unit 'blocks\.1': {why}", text), text
 
 
 @on_ranks(1)
@@ -331,7 +325,8 @@ def test_what_cannot_be_stepped_apart_is_refused():
         overlap(torch.optim.SGD(model.parameters()), in_backward=True)
 
 
-def scaled(rank, world_size):
+@on_ranks(1, 3)
+def test_loss_scaling_skips_and_steps_as_ever():
     """One step overflows and is skipped; a closure is called; a parameter is of no unit."""
 
     def run(overlaps):
@@ -360,9 +355,8 @@ def scaled(rank, world_size):
     same_runs(run, (False, True))
 
 
-def old_graphs(rank, world_size):
-    """Run a graph of before the step after it: all ranks refuse, whose threads are late or not."""
-    told = []
+@on_ranks(1, 3)
+def test_a_graph_of_before_the_step_is_refused_on_all_ranks_alike(rank):
     for stage in (3, 1, 0):
         torch.manual_seed(0)
         model, optimizer = overlapped(partial(shard, stage=stage), "fused")
@@ -373,18 +367,11 @@ def old_graphs(rank, world_size):
             optimizer.step()
             with pytest.raises(StateError) as error:
                 second.backward()
-        told.append(str(error.value))
-    return told
+        agreed(str(error.value))
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_a_graph_of_before_the_step_is_refused_on_all_ranks_alike(world_size):
-    first, *others = run_ranks(old_graphs, world_size)
-    assert len(first) == 3 and all(text == first[0] for text in first)
-    assert all(told == first for told in others)
-
-
-def plain_cases(rank, world_size):
+@on_ranks(1, 3)
+def test_steps_that_cannot_wait_are_made_at_once():
     """Steps that are made at once: each compared with a plain optimizer's."""
 
     def shared_gradient(model, optimizer):
@@ -427,7 +414,8 @@ def plain_cases(rank, world_size):
         same_runs(partial(run, change), (False, True))
 
 
-def lives_as_ever(rank, world_size):
+@on_ranks(1)
+def test_an_overlapped_optimizer_lives_and_ends_as_ever():
     """Schedulers of before and after, threads, copies, and the end of an optimizer."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -468,7 +456,8 @@ def lives_as_ever(rank, world_size):
         gc.enable()
 
 
-def call_hooks_at_the_first_step(rank, world_size):
+@on_ranks(1, 2)
+def test_hooks_see_the_first_step_of_an_offloaded_model_too():
     """A hook of the user's that raises before a step means that there is none."""
 
     def run(offload):
@@ -497,13 +486,14 @@ def call_hooks_at_the_first_step(rank, world_size):
     same_runs(run, (None, "cpu"))
 
 
-def load_while_another_steps(rank, world_size, folder):
+@on_ranks(1, 2)
+def test_a_load_after_a_failed_step_waits_for_the_others(tmp_path):
     """Two optimizers share units; the step of one fails, that of the other takes a while."""
     torch.manual_seed(0)
     model = shard(Stack(), offload="cpu")
     params = [*model.parameters()]
     optimizers = [torch.optim.SGD(params[::2], lr=0.05), torch.optim.AdamW(params[1::2], lr=0.05)]
-    save(folder / "saved", model)
+    save(tmp_path / "saved", model)
     saved = [param.full_tensor().clone() for param in params]
     plain = Apart.__call__
 
@@ -520,28 +510,7 @@ def load_while_another_steps(rank, world_size, folder):
             loss_of(model, 0).backward()
             for optimizer in optimizers:
                 optimizer.step()
-        load(folder / "saved", model)
+        load(tmp_path / "saved", model)
         for optimizer in optimizers:
             vars(optimizer)["_shardwise_overlap"]._thread.shutdown()  # all that it had to do
         assert_same([param.full_tensor() for param in params], saved)
-
-
-SCENARIOS = {
-    # Every optimizer in every setting in `make soak CAMPAIGN=matrices`.
-    "steps in the background have the bits of plain ones": (takes_the_plain_steps, (1, 3)),
-    "offloaded units step behind from the second step on": (steps_offloaded_units_behind, (1, 3)),
-    # A thousand steps of each in `make soak CAMPAIGN=matrices`.
-    "delays in the thread neither change a bit nor hang": (with_delays, ((3, 12),)),
-    "a read waits for its own unit and metadata for none": (waits_for_no_more, (1, 3)),
-    "whatever comes after a step sees it whole": (sees_the_step, (1, 3)),
-    "loss scaling skips and steps as ever": (scaled, (1, 3)),
-    "steps that cannot wait are made at once": (plain_cases, (1, 3)),
-    "an overlapped optimizer lives and ends as ever": (lives_as_ever, (1,)),
-    "hooks see the first step of an offloaded model too": (call_hooks_at_the_first_step, (1, 2)),
-    "a load after a failed step waits for the others": (load_while_another_steps, (1, 2)),
-}
-
-
-@each_of(SCENARIOS)
-def test_overlapped_steps(run, tmp_path):
-    run(tmp_path)

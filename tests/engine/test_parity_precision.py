@@ -8,8 +8,8 @@ from torch import nn
 
 import zero_from_scratch as zero
 from models import OddModel
-from oracle import assert_same_bits
-from ranks import run_ranks
+from oracle import assert_same_bits, sums
+from ranks import on_ranks
 from shardwise import Precision, shard
 from trainer import (
     HALVES,
@@ -74,9 +74,10 @@ def train_by_hand(
             master.grad = None
         for window in windows:
             by_rank = [
-                add([local(who, by_rank[who]) for by_rank in window]) for who in range(num_ranks)
+                sums([local(who, by_rank[who]) for by_rank in window])[0]
+                for who in range(num_ranks)
             ]
-            for name, total in add(by_rank).items():
+            for name, total in sums(by_rank)[0].items():
                 if total is not None:
                     mean = (total / num_ranks).float()
                     before = masters[name].grad
@@ -90,27 +91,30 @@ def named(model):
     return list(model.named_parameters())
 
 
-def add(addends):
-    total = dict(addends[0])
-    for addend in addends[1:]:
-        for name, grad in addend.items():
-            before = total[name]
-            total[name] = grad if before is None else before if grad is None else before + grad
-    return total
+BF16, FP32 = torch.bfloat16, torch.float32
+SUMMED_IN_BF16 = Precision(BF16, FP32, BF16)
 
 
-def compare_with_the_hand(
-    rank, world_size, precision, compute, reduce=torch.float32, num_micro_batches=1
+@pytest.mark.parametrize(
+    ("world_size", "precision", "reduce", "num_micro_batches"),
+    [
+        *((size, "bf16", FP32, num) for size in (1, 3) for num in (1, 3)),
+        (3, SUMMED_IN_BF16, BF16, 1),
+    ],
+)
+@on_ranks()
+def test_bf16_computes_with_cast_masters_and_sums_gradients_in_fp32_or_as_asked(
+    rank, world_size, precision, reduce, num_micro_batches
 ):
     failures = []
     cases = [(OddModel, zero.next_byte_loss, token_batch), (FloatModel, float_loss, None)]
     for (make_model, loss_fn, make_batch), half in zip(cases, HALVES, strict=True):
         options = {} if make_batch is None else {"make_batch": make_batch}
-        steps = make_steps(world_size, 3, num_micro_batches, **options)
+        steps = make_steps(world_size, 2, num_micro_batches, **options)
         truths = {}
         for each in (False, True):
             torch.manual_seed(0)
-            truths[each] = train_by_hand(make_model(), steps, loss_fn, rank, compute, reduce, each)
+            truths[each] = train_by_hand(make_model(), steps, loss_fn, rank, BF16, reduce, each)
         for settings in half:
             torch.manual_seed(0)
             trained = train(make_model(), steps, loss_fn, precision=precision, **settings)
@@ -119,21 +123,6 @@ def compare_with_the_hand(
             except AssertionError as error:
                 failures.append(f"{make_model.__name__} {settings}: {error}")
     assert not failures, "\n".join(failures)
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_bf16_computes_with_cast_masters_and_sums_gradients_in_fp32(world_size):
-    run_ranks(compare_with_the_hand, world_size, "bf16", torch.bfloat16)
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_accumulated_bf16_gradients_are_summed_in_fp32(world_size):
-    run_ranks(compare_with_the_hand, world_size, "bf16", torch.bfloat16, num_micro_batches=3)
-
-
-def test_gradients_are_summed_in_bf16_where_the_user_asks_for_it():
-    precision = Precision(torch.bfloat16, torch.float32, torch.bfloat16)
-    run_ranks(compare_with_the_hand, 3, precision, torch.bfloat16, torch.bfloat16)
 
 
 class Poisoned(OddModel):
@@ -176,28 +165,20 @@ def train_with_scaler(rank, steps, optimizer_factory, bad_step, **options):
     return scales, full_parameters(model), full_state(model, optimizer)
 
 
-def overflow_on_one_rank(rank, world_size, fused):
-    steps = make_steps(world_size, 4, make_batch=token_batch)
-    optimizer = adamw_fused if fused else adamw
+@pytest.mark.parametrize(("world_size", "make"), [(2, adamw), (3, adamw), (2, adamw_fused)])
+@on_ranks()
+def test_an_overflow_on_one_rank_skips_the_step_on_all_and_leaves_no_trace(rank, world_size, make):
+    steps = make_steps(world_size, 3, make_batch=token_batch)
     for options in HALVES[world_size % 2]:
-        scales, parameters, state = train_with_scaler(rank, steps, optimizer, True, **options)
-        assert scales == [512.0, 256.0, 256.0, 256.0], f"{options}: {scales}"
-        _, without, state_without = train_with_scaler(rank, steps, optimizer, False, **options)
+        scales, parameters, state = train_with_scaler(rank, steps, make, True, **options)
+        assert scales == [512.0, 256.0, 256.0], f"{options}: {scales}"
+        _, without, state_without = train_with_scaler(rank, steps, make, False, **options)
         assert_same_bits(parameters, without)
         assert_same_state(state, state_without)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_an_overflow_on_one_rank_skips_the_step_on_all_and_leaves_no_trace(world_size):
-    run_ranks(overflow_on_one_rank, world_size, False)
-
-
-def test_an_overflow_skips_the_step_of_the_fused_optimizer_too():
-    run_ranks(overflow_on_one_rank, 2, True)
-
-
-def scales_under_overflows(rank, world_size):
-    """Overflow in some steps, on different ranks; return the scales."""
+@on_ranks(2)
+def test_the_loss_scale_follows_the_same_sequence_on_every_rank(rank, world_size):
     model = shard(Poisoned(), stage=3, precision="fp16")
     optimizer = adamw(model.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
@@ -212,9 +193,4 @@ def scales_under_overflows(rank, world_size):
         optimizer.zero_grad()
         scales.append(scaler.get_scale())
     assert all(p.isfinite().all() for p in full_parameters(model).values())
-    return scales
-
-
-def test_the_loss_scale_follows_the_same_sequence_on_every_rank():
-    expected = [32.0, 16.0, 16.0, 32.0, 32.0, 16.0, 16.0, 32.0]
-    assert run_ranks(scales_under_overflows, 2) == [expected, expected]
+    assert scales == [32.0, 16.0, 16.0, 32.0, 32.0, 16.0, 16.0, 32.0]

@@ -37,6 +37,11 @@ def inputs(step, number):
     return torch.randint(-2, 3, (3, 4), generator=generator).float()
 
 
+def has_gradients_of(model, plain):
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad.full_tensor(), theirs.grad)
+
+
 def watch(model):
     """Return a list that grows with what the engine hears."""
     engine, heard = engine_of(model), []
@@ -74,8 +79,7 @@ def test_backward_passes_in_any_order_close_their_units_and_have_the_gradients_o
             assert over == [3, 2, 1]
             if (step, place) != (0, 0):  # the first pass of all does not know that it is alone
                 assert heard.index(("on_unit_over", 2)) < heard.index(("on_backward", 1))
-        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(mine.grad.full_tensor(), theirs.grad)
+        has_gradients_of(model, plain)
 
 
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 1), (3, 3)])
@@ -90,8 +94,7 @@ def test_a_backward_pass_through_several_forward_passes_reduces_each_unit_once(s
         before = dict(stats(model).num_collectives)
         sum(model(inputs(step, number)).sum() for number in range(IN_FLIGHT)).backward()
         sum(plain(inputs(step, number)).sum() for number in range(IN_FLIGHT)).backward()
-        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(mine.grad.full_tensor(), theirs.grad)
+        has_gradients_of(model, plain)
         after = stats(model).num_collectives
         reductions = [n for n in after if n.endswith("reduce_scatter")]
         counts.append(sum(after[n] - before.get(n, 0) for n in reductions))
@@ -114,7 +117,6 @@ def test_a_program_that_takes_turns_reduces_each_unit_once_in_every_pass():
 
 @on_ranks(2)
 def test_a_graph_that_never_runs_keeps_no_unit_open():
-    """A graph that is kept and never run keeps no unit open in the passes of others."""
     model = shard(whole_numbers(), stage=3, units=[nn.Sequential])
     model(inputs(0, 0)).sum().backward()
     kept = model(inputs(0, 1)).sum()
@@ -142,7 +144,6 @@ def test_a_call_that_leaves_its_table_raises_with_unit_from_and_to():
 @pytest.mark.parametrize("stage", [0, 3])
 @on_ranks(2)
 def test_a_rank_that_keeps_a_graph_which_others_drop_takes_the_same_collectives(rank, stage):
-    """One rank holds on to what the others drop: what is waited for is the same on all."""
     plain = whole_numbers()
     model = shard(whole_numbers(), stage=stage, units=[nn.Sequential])
     kept = []
@@ -153,8 +154,7 @@ def test_a_rank_that_keeps_a_graph_which_others_drop_takes_the_same_collectives(
         del output
         model(inputs(step, 1)).sum().backward()
         plain(inputs(step, 1)).sum().backward()
-    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(mine.grad.full_tensor(), theirs.grad)
+    has_gradients_of(model, plain)
 
 
 class Breaks(nn.Module):
@@ -176,7 +176,6 @@ class Breaks(nn.Module):
 @pytest.mark.parametrize("how", ["0", "2", "3", "fully_shard"])
 @on_ranks(2)
 def test_a_backward_pass_that_raised_leaves_nothing_to_the_next_one(how):
-    """A pass that raised leaves nothing in the next one, be that of another graph or of a new."""
     plain, ours = whole_numbers(), whole_numbers()
     breaks = Breaks()
     model = nn.Sequential(ours[0], breaks, *ours[1:])
@@ -201,8 +200,7 @@ def test_a_backward_pass_that_raised_leaves_nothing_to_the_next_one(how):
     breaks.breaks = False
     model(inputs(0, 3)).sum().backward()
     plain(inputs(0, 3)).sum().backward()
-    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(mine.grad.full_tensor(), theirs.grad)
+    has_gradients_of(model, plain)
     with pytest.raises(ConfigError) if how == "fully_shard" else nullcontext():
         stats(model[0] if how == "fully_shard" else model)
 
@@ -230,8 +228,7 @@ def test_a_backward_pass_inside_a_forward_pass_leaves_the_forward_pass_alone(sta
         x = inputs(step, 0).requires_grad_()
         plain(x).sum().backward()
         model(x).sum().backward()
-    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(mine.grad.full_tensor(), theirs.grad)
+    has_gradients_of(model, plain)
 
 
 @pytest.mark.parametrize("stage", [2, 3])

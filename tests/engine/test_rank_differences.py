@@ -11,8 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from rank_tables import begin_all
-from ranks import on_ranks, run_ranks
+from ranks import agreed, begin_all, on_ranks
 from shardwise import debug, fully_shard, gathered, shard
 from shardwise.engine.api import engine_of
 from shardwise.errors import CollectiveError, ConfigError, ShardError, StateError
@@ -80,7 +79,7 @@ def test_ranks_may_use_different_experts_of_a_unit_without_a_gradient_at_its_inp
 ):
     units = {TwoTowers: [Experts, nn.Embedding], Checkpointed: [Experts]}[kind]
     settings = [dict(end, units=units) for end in ENDS]
-    compare(rank, world_size, kind, settings, loss_of, sgd, draw_batch, num_steps=6)
+    compare(rank, world_size, kind, settings, loss_of, sgd, draw_batch, steps=6)
 
 
 @on_ranks(1, 2)
@@ -146,57 +145,52 @@ def train_until_refused(model, optimizers, num_steps=9):
     return None
 
 
-def step_differently(rank, world_size, kind):
-    """Make the last rank the odd one, in each way."""
-    is_odd, model = rank == world_size - 1, None
-    found = {}
+def with_loaded_state(params):
+    params = list(params)
+    plain = [torch.ones(param.shape, requires_grad=True) for param in params]
+    trained, optimizer = torch.optim.Adam(plain), torch.optim.Adam(params)
+    torch.stack([param.sum() for param in plain]).sum().backward()
+    trained.step()
+    optimizer.load_state_dict(trained.state_dict())
+    return optimizer
 
-    def train(case, make, make_odd, skips=None):
-        nonlocal model
-        model = three_layers(kind)
-        optimizer = (make_odd if is_odd else make)(model.parameters())
-        steps = lambda step: [] if is_odd and step == skips else [optimizer]  # noqa: E731
-        found[case] = train_until_refused(model, steps)
 
-    def with_loaded_state(params):
-        plain = [torch.ones(param.shape, requires_grad=True) for param in params]
-        trained, optimizer = torch.optim.Adam(plain), torch.optim.Adam(model.parameters())
-        torch.stack([param.sum() for param in plain]).sum().backward()
-        trained.step()
-        optimizer.load_state_dict(trained.state_dict())
-        return optimizer
-
-    adam = torch.optim.Adam
-    train("class", adam, torch.optim.AdamW)
-    train("rate", adam, partial(adam, lr=0.002))
-    train("betas", adam, partial(adam, betas=(0.8, 0.999)))
-    train("load", adam, with_loaded_state)
-    train("skip", adam, adam, skips=2)
-    return found
+adam = torch.optim.Adam
+# The odd rank's optimizer, the step that it leaves out, and when both are told of what.
+ODD_STEPS = [
+    (torch.optim.AdamW, None, 1, "optimizer 0, AdamW,", "optimizer 0, Adam,"),
+    (partial(adam, lr=0.002), None, 1, "lr=0.002", "lr=0.001"),
+    (partial(adam, betas=(0.8, 0.999)), None, 1, "betas=(0.8, 0.999)", "betas=(0.9, 0.999)"),
+    (with_loaded_state, None, 1, "state loaded 1 times", "state loaded 0 times"),
+    (adam, 2, 3, "2 steps of optimizers so far", "3 steps of optimizers so far"),
+]
 
 
 @pytest.mark.parametrize(("num_ranks", "kind"), [(1, 3), (2, 0), (3, 3), (3, None)])
-def test_ranks_that_step_differently_are_named_on_all_ranks(num_ranks, kind):
-    odd = num_ranks - 1
-    said = {
-        "class": (1, "optimizer 0, AdamW,", "optimizer 0, Adam,"),
-        "rate": (1, "lr=0.002", "lr=0.001"),
-        "betas": (1, "betas=(0.8, 0.999)", "betas=(0.9, 0.999)"),
-        "load": (1, "state loaded 1 times", "state loaded 0 times"),
-        "skip": (3, "2 steps of optimizers so far", "3 steps of optimizers so far"),
-    }
-    for found in run_ranks(step_differently, num_ranks, kind):
-        for case, (when, here, there) in said.items():
-            if num_ranks == 1:
-                assert found[case] is None
-                continue
-            step, text = found[case]
-            assert step == when
-            left, right = text.split(" where rank 0 has ")
-            assert f"rank {odd} has [" in left and here in left and there in right, text
+@on_ranks()
+def test_ranks_that_step_differently_are_named_on_all_ranks(rank, num_ranks, kind):
+    is_odd = rank == num_ranks - 1
+    for make_odd, skips, when, here, there in ODD_STEPS:
+        model = three_layers(kind)
+        optimizer = (make_odd if is_odd else adam)(model.parameters())
+        found = train_until_refused(
+            model,
+            lambda step, o=optimizer, s=skips: [] if is_odd and step == s else [o],
+        )
+        if num_ranks == 1:
+            assert found is None
+            continue
+        step, text = agreed(found)
+        assert step == when
+        left, right = text.split(" where rank 0 has ")
+        assert f"rank {num_ranks - 1} has [" in left and here in left and there in right, text
 
 
-def step_alike(rank, world_size, kind):
+@pytest.mark.parametrize(("world_size", "kind"), [(2, 2), (3, None), (4, 0), (4, 3)])
+@on_ranks()
+def test_ranks_that_step_alike_are_compared_in_a_few_passes_and_never_refused(
+    rank, world_size, kind
+):
     """Train with a schedule, a scaler that skips a step, and a parameter that is thawed late."""
     mesh, which = None, 0
     if world_size == 4:  # two stages, which have groups of their own
@@ -227,33 +221,30 @@ def step_alike(rank, world_size, kind):
         scaler.update()
         schedule.step()
         model.zero_grad()
-    return exchanges, engine_of(model).rank_checks.num_steps
+    assert sorted(exchanges) == [1, 1, 3, 3, 5, 5, 7, 7]  # passes 2, 4, 8; thawed in pass 6
+    assert engine_of(model).rank_checks.num_steps == 8  # one of nine was skipped
 
 
-@pytest.mark.parametrize(("num_ranks", "kind"), [(2, 2), (3, None), (4, 0), (4, 3)])
-def test_ranks_that_step_alike_are_compared_in_a_few_passes_and_never_refused(num_ranks, kind):
-    for exchanges, num_steps in run_ranks(step_alike, num_ranks, kind):
-        assert sorted(exchanges) == [1, 1, 3, 3, 5, 5, 7, 7]  # passes 2, 4, 8; thawed in pass 6
-        assert num_steps == 8  # one of nine was skipped
-
-
-def load_differently(rank, world_size, stage):
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(3)
+def test_other_values_on_one_rank_are_loaded_on_none(rank, stage):
     model = three_layers(stage)
     alike = {name: torch.ones(param.shape) for name, param in model.named_parameters()}
     other = alike | {"2.bias": torch.full((6,), 1.0 + rank)}
     before = [param.to_local().clone() for param in model.parameters()]
     inside = copy.deepcopy(model)
-    texts = []
     wrapped = nn.ModuleDict({"inner": model})
-    for module, values in (
-        (model, other),
-        (inside, other),
-        (model[2], {"weight": alike["2.weight"], "bias": other["2.bias"]}),
-        (wrapped, {f"inner.{name}": value for name, value in other.items()}),
+    for module, values, name in (
+        (model, other, "2.bias"),
+        (inside, other, "2.bias"),
+        (model[2], {"weight": alike["2.weight"], "bias": other["2.bias"]}, "bias"),
+        (wrapped, {f"inner.{name}": value for name, value in other.items()}, "inner.2.bias"),
     ):
         with pytest.raises(ConfigError) as error:
             module.load_state_dict(values)
-        texts.append(str(error.value))
+        text = agreed(str(error.value))
+        assert text.startswith(f"load_state_dict(): the ranks differ: rank 1 has ['{name}"), text
+        assert "; rank 2 has [" in text and "Load the same file on every rank" in text
     assert all(map(torch.equal, before, (p.to_local() for p in model.parameters())))
     wrapped.load_state_dict({f"inner.{name}": value for name, value in alike.items()})
     with gathered(model, writeback=True, source=0):
@@ -264,16 +255,6 @@ def load_differently(rank, world_size, stage):
         plain = copy.deepcopy(model)
     if rank == 0:
         plain.load_state_dict(other)  # it is no sharded model
-    return texts
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_other_values_on_one_rank_are_loaded_on_none(stage):
-    by_rank = run_ranks(load_differently, 3, stage)
-    assert by_rank[0] == by_rank[1] == by_rank[2]
-    for text, name in zip(by_rank[0], ("2.bias", "2.bias", "bias", "inner.2.bias"), strict=True):
-        assert text.startswith("load_state_dict(): the ranks differ: rank 1 has ['" + name), text
-        assert "; rank 2 has [" in text and "Load the same file on every rank" in text
 
 
 def go_on_alone(rank, world_size, kind, what):

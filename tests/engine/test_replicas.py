@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from models import Stack
-from ranks import on_ranks, run_ranks
+from ranks import agreed, on_ranks
 from shardwise import shard
 from shardwise.check.compare_ranks import check_replicas
 from shardwise.engine.api import engine_of
@@ -56,43 +56,38 @@ def flip_bit(tensor, element=0, bit=0):
 
 
 def refusal(model, optimizer):
+    """Return the text of the error, which is one of states, alike on all ranks."""
     with pytest.raises(ReplicaError) as error:
         check_replicas(model, optimizer)
-    return str(error.value)
-
-
-def flip_everywhere_once(rank, world_size, odd):
-    """Flip a bit of each kind of state on one rank and back again; return what was said."""
-    said = []
-    for options in ({"stage": 0}, {"stage": 0, "layout": "flat", "precision": "bf16"}):
-        model, optimizer = build(rank, **options)
-        param = model.get_parameter(NAME)
-        state = optimizer.state[param]
-        for tensor in (param, state["exp_avg"], state["step"], model.counts):
-            if rank == odd:
-                flip_bit(tensor)
-            said.append(refusal(model, optimizer))
-            if rank == odd:
-                flip_bit(tensor)
-            check_replicas(model, optimizer)
-    return said
+    assert isinstance(error.value, StateError)
+    return agreed(str(error.value))
 
 
 @pytest.mark.parametrize(("world_size", "odd"), [(3, 1), (3, 0), (2, 1)])
-def test_a_flipped_bit_of_replicated_state_is_named_on_every_rank(world_size, odd):
-    by_rank = run_ranks(flip_everywhere_once, world_size, odd)
-    assert all(said == by_rank[0] for said in by_rank)
-    places = [f"'{NAME}', value", f"'{NAME}', exp_avg", f"'{NAME}', step", "'counts', value"] * 2
+@on_ranks()
+def test_a_flipped_bit_of_replicated_state_is_named_on_every_rank(rank, world_size, odd):
     others = ", ".join(str(r) for r in range(3) if r != odd)
     blame = f"rank {odd} differs from ranks {others}. "
     if world_size == 2:
         blame = "ranks 0, 1 differ from each other, and no majority tells which is right. "
-    for said, place in zip(by_rank[0], places, strict=True):
-        assert f"differ: parameter {place}: {blame}" in said and said.endswith(ENDING), said
+    for options in ({"stage": 0}, {"stage": 0, "layout": "flat", "precision": "bf16"}):
+        model, optimizer = build(rank, **options)
+        param = model.get_parameter(NAME)
+        state = optimizer.state[param]
+        places = {f"'{NAME}', value": param, "'counts', value": model.counts}
+        places |= {f"'{NAME}', {key}": state[key] for key in ("exp_avg", "step")}
+        for place, tensor in places.items():
+            if rank == odd:
+                flip_bit(tensor)
+            said = refusal(model, optimizer)
+            assert f"differ: parameter {place}: {blame}" in said and said.endswith(ENDING), said
+            if rank == odd:
+                flip_bit(tensor)
+            check_replicas(model, optimizer)
 
 
-def flip_in_full_copies(rank, world_size):
-    said = []
+@on_ranks(3)
+def test_a_flipped_bit_of_a_fresh_full_copy_is_named(rank):
     for options in (
         {"stage": 2},
         {"stage": 1, "layout": "flat"},
@@ -109,65 +104,53 @@ def flip_in_full_copies(rank, world_size):
         check_replicas(model, optimizer)
         if rank == 2:
             flip_bit(param.full.data, element=5, bit=3)
-        said.append(refusal(model, optimizer))
+        said = refusal(model, optimizer)
+        assert f"differ: parameter '{NAME}', full copy: rank 2 differs from ranks 0, 1. " in said
         with torch.no_grad():
             for param in model.parameters():
                 if param.is_floating_point():
                     param.mul_(1)  # stale again: what is stale is nobody's loss
         check_replicas(model, optimizer)
-    return said
-
-
-def test_a_flipped_bit_of_a_fresh_full_copy_is_named():
-    by_rank = run_ranks(flip_in_full_copies, 3)
-    assert all(said == by_rank[0] for said in by_rank)
-    for said in by_rank[0]:
-        assert f"differ: parameter '{NAME}', full copy: rank 2 differs from ranks 0, 1. " in said
-
-
-def flip_in_one_replica(rank, world_size, layout):
-    num_replicas = world_size // 2
-    mesh = init_device_mesh("cpu", (num_replicas, 2), mesh_dim_names=("replicate", "shard"))
-    model, optimizer = build(rank, mesh=mesh, stage=3, layout=layout)
-    check_replicas(model, optimizer)
-    param = model.get_parameter(NAME)
-    said = []
-    for tensor in (param, optimizer.state[param]["exp_avg_sq"], optimizer.state[param]["step"]):
-        if rank == 3:
-            flip_bit(tensor)
-        said.append(refusal(model, optimizer))
-        check_replicas(model) if tensor is not param else None
-        if rank == 3:
-            flip_bit(tensor)
-    return said
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "layout", "blame"),
+    ("num_ranks", "blame"),
     [
-        (4, "rows", "ranks 1, 3 differ from each other, and no majority"),
-        (6, "rows", "rank 3 differs from ranks 1, 5. "),
+        (4, "ranks 1, 3 differ from each other, and no majority"),
+        (6, "rank 3 differs from ranks 1, 5. "),
     ],
 )
+@on_ranks()
 def test_a_flipped_bit_of_one_replica_is_named_among_those_with_the_same_slices(
-    num_ranks, layout, blame
+    rank, num_ranks, blame
 ):
-    by_rank = run_ranks(flip_in_one_replica, num_ranks, layout)
-    assert all(said == by_rank[0] for said in by_rank)
-    value, moment, step = by_rank[0]
-    assert f"differ: parameter '{NAME}', value: {blame}" in value
-    assert f"differ: parameter '{NAME}', exp_avg_sq: {blame}" in moment
+    shape = num_ranks // 2, 2
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    model, optimizer = build(rank, mesh=mesh, stage=3)
+    check_replicas(model, optimizer)
+    param = model.get_parameter(NAME)
+    state = optimizer.state[param]
     others = ", ".join(str(r) for r in range(num_ranks) if r != 3)
-    assert f"differ: parameter '{NAME}', step: rank 3 differs from ranks {others}. " in step
+    for key, tensor, wrong in (
+        ("value", param, blame),
+        ("exp_avg_sq", state["exp_avg_sq"], blame),
+        ("step", state["step"], f"rank 3 differs from ranks {others}. "),
+    ):
+        if rank == 3:
+            flip_bit(tensor)
+        assert f"differ: parameter '{NAME}', {key}: {wrong}" in refusal(model, optimizer)
+        check_replicas(model) if tensor is not param else None
+        if rank == 3:
+            flip_bit(tensor)
 
 
-def train_unharmed(rank, world_size, num_replicas):
-    """Check after every step and between forward and backward; return the number of checks."""
+@pytest.mark.parametrize(("num_ranks", "num_replicas"), [(1, 1), (3, 1), (4, 2)])
+@on_ranks()
+def test_no_rank_is_blamed_in_sound_training(rank, num_ranks, num_replicas):
     mesh = None
     if num_replicas > 1:
-        shape = (num_replicas, world_size // num_replicas)
+        shape = (num_replicas, num_ranks // num_replicas)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-    num_checks = 0
     for options in [*SPREAD, *({"stage": s, "precision": "bf16"} for s in (1, 3))]:
         model, optimizer = build(rank, num_steps=0, fused=True, mesh=mesh, **options)
         check_replicas(model, optimizer)
@@ -180,52 +163,30 @@ def train_unharmed(rank, world_size, num_replicas):
             optimizer.step()
             check_replicas(model, optimizer)
             optimizer.zero_grad()
-            num_checks += 3
         rows = engine_of(model).comm.control.exchange(model.seen.numpy().tobytes())
-        assert len(set(rows)) == world_size  # a buffer that is each rank's own blames nobody
-    return num_checks
+        assert len(set(rows)) == num_ranks  # a buffer that is each rank's own blames nobody
 
 
-@pytest.mark.parametrize(("num_ranks", "num_replicas"), [(1, 1), (3, 1), (4, 2)])
-def test_no_rank_is_blamed_in_sound_training(num_ranks, num_replicas):
-    assert run_ranks(train_unharmed, num_ranks, num_replicas) == [7 * 9] * num_ranks
-
-
-def state_on_one_rank_only(rank, world_size):
+@on_ranks(2)
+def test_state_that_only_one_rank_has_is_named(rank):
     model, _ = build(rank, stage=1)
     optimizer = adamw(model.parameters())
     if rank == 1:
-        param = model.get_parameter(NAME)
-        optimizer.state[param] = {"step": torch.tensor(1.0)}
+        optimizer.state[model.get_parameter(NAME)] = {"step": torch.tensor(1.0)}
     said = refusal(model, optimizer)
+    assert f"rank 1 has [parameter '{NAME}', step] where rank 0 has nothing more" in said
     check_replicas(model)
-    return said
 
 
-def test_state_that_only_one_rank_has_is_named():
-    said = run_ranks(state_on_one_rank_only, 2)
-    assert said[0] == said[1]
-    assert f"rank 1 has [parameter '{NAME}', step] where rank 0 has nothing more" in said[0]
-
-
-def many_flips(rank, world_size):
+@on_ranks(3)
+def test_only_the_first_of_many_differences_are_listed(rank):
     model, optimizer = build(rank, stage=0)
     if rank == 2:
         for param in model.parameters():
             flip_bit(param)
-    return refusal(model, optimizer)
-
-
-def test_only_the_first_of_many_differences_are_listed():
-    (said, *others) = run_ranks(many_flips, 3)
-    assert others == [said, said]
-    num_params = len(list(Noisy().parameters()))
+    said = refusal(model, optimizer)
     assert said.count("rank 2 differs") == 3
-    assert f"; {num_params - 3} further tensors. " in said
-
-
-def test_the_error_is_a_state_error():
-    assert issubclass(ReplicaError, StateError)
+    assert f"; {len(list(model.parameters())) - 3} further tensors. " in said
 
 
 @on_ranks(1)

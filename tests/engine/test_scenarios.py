@@ -87,20 +87,13 @@ def test_an_empty_parameter_group_is_allowed():
 # Modules attached late, attributes named like ours.
 
 
-def attach_late(rank, world_size, stage):
-    model = seeded(stage=stage)
-    model.blocks[1].late = nn.Linear(8, 8)
-    try:
-        mean_square(model, BATCH).backward()
-    except ShardwiseError as error:
-        return str(error)
-    return ""
-
-
 @pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
 def test_a_module_attached_after_shard_is_refused_by_name(stage):
-    for message in run_ranks(attach_late, 2, stage):
-        assert "blocks.1.late" in message, "its gradients would not be reduced, silently"
+    model = seeded(stage=stage)
+    model.blocks[1].late = nn.Linear(8, 8)  # whose gradients would not be reduced, silently
+    with pytest.raises(ShardwiseError, match=r"blocks\.1\.late"):
+        mean_square(model, BATCH).backward()
 
 
 class NamedLikeOurs(Stack):
@@ -155,59 +148,46 @@ def test_gradients_are_means_over_ranks_and_norms_see_edits(rank):
 # Functorch and torch.autograd.grad.
 
 
-def call_functionally(model, kind):
-    if kind == "functional_call":
-        return torch.func.functional_call(model, dict(model.named_parameters()), (BATCH,))
-    if kind == "functional_call of others":
-        others = {n: torch.zeros(p.shape) for n, p in model.named_parameters()}
-        return torch.func.functional_call(model, others, (BATCH,))
-    if kind == "vmap":
-        return torch.func.vmap(model)(BATCH)
-    if kind == "jacrev":
-        return torch.func.jacrev(lambda x: mean_square(model, x))(BATCH)
-    if kind == "input gradient":
-        batch = BATCH.clone().requires_grad_()
-        return torch.autograd.grad(mean_square(model, batch), batch)[0]
+def call_others(model):
+    others = {n: torch.zeros(p.shape) for n, p in model.named_parameters()}
+    return torch.func.functional_call(model, others, (BATCH,))
+
+
+def input_gradient(model):
+    batch = BATCH.clone().requires_grad_()
+    return torch.autograd.grad(mean_square(model, batch), batch)[0]
+
+
+def first_gradient(model):
     loss = mean_square(model, BATCH)
     return torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)[0]
 
 
-FUNCTIONAL = [
-    "functional_call",
-    "functional_call of others",
-    "vmap",
-    "jacrev",
-    "input gradient",
-    "parameter gradients",
-]
+FUNCTIONAL = {
+    "functional_call": lambda model: torch.func.functional_call(
+        model, dict(model.named_parameters()), (BATCH,)
+    ),
+    "functional_call of others": call_others,
+    "vmap": lambda model: torch.func.vmap(model)(BATCH),
+    "jacrev": lambda model: torch.func.jacrev(lambda x: mean_square(model, x))(BATCH),
+    "input gradient": input_gradient,
+    "parameter gradients": first_gradient,
+}
 
 
-def compare_functional(rank, world_size, kind):
-    """Return what is neither right nor refused."""
-    expected = call_functionally(seeded(), kind)
-    wrong = []
-    for options in STAGES:
-        model = seeded(**options)
-        try:
-            found = call_functionally(model, kind)
-        except ShardwiseError:
-            pass
-        except Exception as error:
-            wrong.append(f"{options}: {type(error).__name__}: {error}")
-        else:
-            if (
-                found is None
-                or found.shape != expected.shape
-                or not torch.equal(torch.as_tensor(found), expected)
-            ):
-                wrong.append(f"{options}: another answer")
-        mean_square(model, BATCH).backward()  # whatever happened, the next step works
-    return wrong
-
-
-@pytest.mark.parametrize("kind", FUNCTIONAL)
-def test_functional_transforms_are_right_or_refused(kind):
-    assert run_ranks(compare_functional, 2, kind) == [[], []]
+@on_ranks(2)
+def test_functional_transforms_are_right_or_refused():
+    for kind, call in FUNCTIONAL.items():
+        expected = call(seeded())
+        for options in STAGES:
+            model = seeded(**options)
+            try:
+                found = call(model)
+            except ShardwiseError:
+                found = expected
+            assert found is not None and found.shape == expected.shape, (kind, options)
+            assert torch.equal(torch.as_tensor(found), expected), (kind, options)
+            mean_square(model, BATCH).backward()  # whatever happened, the next step works
 
 
 # Windows are re-entered; a model that is dropped leaves nothing.
@@ -230,9 +210,8 @@ def test_accumulation_windows_nest_and_survive_exceptions():
             assert_rounded_alike(grad, expected[name], ROUNDINGS, name)
 
 
-def drop_models(rank, world_size):
-    """Return for every stage whether the engine and a block are gone with the model."""
-    gone = []
+@on_ranks(2)
+def test_a_model_that_is_dropped_frees_its_engine_hooks_and_memory():
     for options in STAGES:
         model = seeded(**options)
         optimizer = adamw(model.parameters())
@@ -243,12 +222,7 @@ def drop_models(rank, world_size):
         watched += [weakref.ref(s.full) for u in engine_of(model).units for s in u.storages]
         del model, optimizer
         gc.collect()
-        gone.append(all(reference() is None for reference in watched))
-    return gone
-
-
-def test_a_model_that_is_dropped_frees_its_engine_hooks_and_memory():
-    assert run_ranks(drop_models, 2) == [[True] * 4] * 2
+        assert all(reference() is None for reference in watched), options
 
 
 @on_ranks(2)

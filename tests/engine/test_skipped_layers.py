@@ -1,6 +1,7 @@
 """Ranks that do not run the same layers: layerdrop, stochastic depth, a head per task, experts."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import transformers
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ranks import on_ranks, run_ranks
+from ranks import agreed, on_ranks
 from roundings import assert_rounded_alike, of_gradient
 from scenarios import (
     ON_MESHES,
@@ -131,44 +132,20 @@ def run_steps(model, random, num):
             dropped_loss(model, (x, skipped, task, targets)).backward()
 
 
-def events_of_ranks(rank, world_size, checkpoints):
-    """Train a few steps in each setting; return what was sent, in order."""
-    found = []
-    random = torch.Generator().manual_seed(rank)  # other layers on every rank
+@pytest.mark.parametrize("checkpoints", [False, True])
+@on_ranks(3)
+def test_all_ranks_start_the_same_collectives_in_the_same_order_whatever_they_skip(
+    rank, checkpoints
+):
+    """Train a few steps in each setting, with other layers on every rank."""
+    random = torch.Generator().manual_seed(rank)
     for stage in range(4):
         torch.manual_seed(0)
-        model = shard(
-            NestedDropped(checkpoints),
-            stage=stage,
-            units=Units([Inner, nn.Linear], optional=[Inner, nn.Linear]),
-        )
+        units = Units([Inner, nn.Linear], optional=[Inner, nn.Linear])
+        model = shard(NestedDropped(checkpoints), stage=stage, units=units)
         events = events_of(model)
         run_steps(model, random, 4)
-        found.append([(kind, unit) for kind, unit, _ in events])
-    return found
-
-
-@pytest.mark.parametrize("checkpoints", [False, True])
-def test_all_ranks_start_the_same_collectives_in_the_same_order_whatever_they_skip(checkpoints):
-    first, *others = run_ranks(events_of_ranks, 3, checkpoints)
-    assert all(len(events) > 20 for events in first)
-    for other in others:
-        assert other == first
-
-
-def events_on_meshes(rank, world_size, checkpoints, waits):
-    """Train with modules of several meshes that ranks skip; return what was sent, in order."""
-    random = torch.Generator().manual_seed(rank)
-    torch.manual_seed(0)
-    units = ON_MESHES[checkpoints]
-    options = {"units": Units(units, optional=units, placements=on_meshes(world_size))}
-    budget = 0 if waits else None
-    model = shard(OnMeshes(checkpoints), schedule=Schedule(prefetch_bytes=budget), **options)
-    events = []
-    for number, comm in enumerate(engine_of(model).comms):
-        comm.traffic.events = _Numbered(events, number)
-    run_steps(model, random, 5)
-    return events
+        assert len(agreed([(kind, unit) for kind, unit, _ in events])) > 20
 
 
 class _Numbered(list):
@@ -183,12 +160,21 @@ class _Numbered(list):
 
 
 @pytest.mark.parametrize("checkpoints", [False, True])
-def test_units_of_one_module_on_several_meshes_are_skipped_in_one_order(checkpoints):
-    waits = not checkpoints  # for each gather, nothing being gathered ahead
-    first, *others = run_ranks(events_on_meshes, 3, checkpoints, waits)
-    assert len(first) > 100 and {number for number, *_ in first} == {0, 1}
-    for other in others:
-        assert other == first
+@on_ranks(3)
+def test_units_of_one_module_on_several_meshes_are_skipped_in_one_order(
+    rank, world_size, checkpoints
+):
+    random = torch.Generator().manual_seed(rank)
+    torch.manual_seed(0)
+    units = ON_MESHES[checkpoints]
+    schedule = Schedule(None if checkpoints else 0)  # with nothing gathered ahead, too
+    placed = Units(units, optional=units, placements=on_meshes(world_size))
+    model = shard(OnMeshes(checkpoints), schedule=schedule, units=placed)
+    events = []
+    for number, comm in enumerate(engine_of(model).comms):
+        comm.traffic.events = _Numbered(events, number)
+    run_steps(model, random, 5)
+    assert len(agreed(events)) > 100 and {number for number, *_ in events} == {0, 1}
 
 
 def tiny_wav2vec2():
@@ -203,13 +189,9 @@ def tiny_wav2vec2():
     return transformers.Wav2Vec2ForCTC(config)
 
 
-def train_wav2vec2(rank, world_size, how, options):
+def train_wav2vec2(rank, shards):
     """Train with layers dropped per rank; return this rank's losses and how many layers ran."""
-    model = tiny_wav2vec2()
-    if how == "ddp":
-        model = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
-    else:
-        shard(model, **options)
+    model = shards(tiny_wav2vec2())
     ran = []
     for layer in getattr(model, "module", model).wav2vec2.encoder.layers:
         layer.register_forward_hook(lambda *_: ran.append(1))
@@ -228,36 +210,30 @@ def train_wav2vec2(rank, world_size, how, options):
     return losses, len(ran)
 
 
-def test_layerdrop_of_transformers_has_the_losses_of_ddp_that_finds_unused_parameters():
-    truth = run_ranks(train_wav2vec2, 2, "ddp", {})
-    assert truth[0][1] != truth[1][1] and max(ran for _, ran in truth) < 16
-    layer = ["Wav2Vec2EncoderLayer"]
-    for options in (
-        {"stage": 0},
-        {"stage": 1},
-        {"stage": 2},
-        {"stage": 3, "units": Units(optional=layer)},
-    ):
-        assert run_ranks(train_wav2vec2, 2, "shard", options) == truth, options
-    ran_all = run_ranks(train_wav2vec2, 2, "shard", {"stage": 3})  # by transformers' own switch
-    assert [ran for _, ran in ran_all] == [16, 16]
+@on_ranks(2)
+def test_layerdrop_of_transformers_has_the_losses_of_ddp_that_finds_unused_parameters(rank):
+    ddp = partial(nn.parallel.DistributedDataParallel, find_unused_parameters=True)
+    truth = train_wav2vec2(rank, ddp)
+    counts = [None, None]
+    dist.all_gather_object(counts, truth[1])
+    assert counts[0] != counts[1] and max(counts) < 16
+    optional = Units(optional=["Wav2Vec2EncoderLayer"])
+    for options in ({"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 3, "units": optional}):
+        assert train_wav2vec2(rank, partial(shard, **options)) == truth, options
+    # All run by transformers' own switch.
+    assert train_wav2vec2(rank, partial(shard, stage=3))[1] == 16
 
 
 class Reentrant(Dropped):
     """Layers under reentrant checkpoints: forward has no graph, and gradients come late."""
 
-    def forward(self, x, runs, task):
-        x = self.first(x)
-        for layer, run in zip(self.layers, runs, strict=True):
-            if run:
-                x = x + torch.tanh(checkpoint(layer, x, use_reentrant=True))
-        return self.heads[task](self.norm(x))
+    def run(self, layer, x):
+        return torch.tanh(checkpoint(layer, x, use_reentrant=True))
 
 
 @pytest.mark.parametrize("skips", [False, True])
 @on_ranks(1, pytest.param(3, marks=pytest.mark.kernels))
 def test_gradients_that_come_late_are_reduced_once_and_right(rank, world_size, skips):
-    """Compare with one process where gradients come later than the graph of forward tells."""
     batches = [dropped_batch(torch.Generator().manual_seed(r + 3)) for r in range(world_size)]
     if not skips:
         batches = [(x, [True] * Dropped.num_layers, 0, targets) for x, _, _, targets in batches]

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from checking_device import CheckingDevice, StreamError
 from models import Stack
 from ranks import on_ranks, run_ranks, run_sizes
+from scenarios import each_recomputed, each_twice, freeze, made, used_by_the_root
 from shardwise import Offload, Precision, accumulate, gathered, optim, overlap, shard
 from shardwise.comm import coalesced, collectives, point_to_point
 from shardwise.comm.collectives import Comm
@@ -38,10 +39,9 @@ from shardwise.unit import sums
 from shardwise.unit.storage import Storage
 from shardwise.unit.sums import _Part
 from shardwise.unit.unit import Unit
-from trainer import sharded_by_block
+from trainer import full, sharded_by_block
 
 CPU = torch.device("cpu")
-SCENARIOS = {}
 momentum = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 adamw = partial(torch.optim.AdamW, lr=0.1)
 
@@ -79,7 +79,7 @@ def train(model, rank, micro_batches=2, steps=2, on_own_stream=False, make_optim
             time.current_stream().wait(stream.record())
             found.append(loss.detach())
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        found.append(full(norm))
+        found.append(full(torch.as_tensor(norm)))
         grads = [p.grad for p in model.parameters() if p.grad is not None]
         found += [grad.to_local().detach().clone() for grad in grads]
         optimizer.step()
@@ -87,27 +87,6 @@ def train(model, rank, micro_batches=2, steps=2, on_own_stream=False, make_optim
     with torch.no_grad():
         found.append(model(torch.ones(2, 8)))
     return found + [full(p) for p in model.parameters()]
-
-
-def full(value):
-    value = value.full_tensor() if hasattr(value, "full_tensor") else torch.as_tensor(value)
-    return value.detach().clone()
-
-
-class Checkpointed(Stack):
-    """Blocks that run again in backward."""
-
-    def __init__(self, reentrant):
-        super().__init__()
-        self.reentrant = reentrant
-
-    def forward(self, x):
-        if not torch.is_grad_enabled():
-            return super().forward(x)
-        x = x.clone().requires_grad_()  # a reentrant one asks for it
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.reentrant)
-        return self.head(x)
 
 
 class Shared(Stack):
@@ -123,16 +102,9 @@ class Shared(Stack):
         return self.head(x)
 
 
-class Various(Stack):
-    """A frozen block, one that runs twice, and a parameter that is used outside its module."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks[1].requires_grad_(False)
-
-    def forward(self, x):
-        x = super().forward(x)
-        return x + self.blocks[0](x @ torch.ones(5, 8)) @ self.head.weight.T
+def variously(blocks, x):
+    """Run blocks twice, and read their weights from outside, before and after."""
+    return each_twice(blocks, used_by_the_root(blocks, x))
 
 
 class Stops(Stack):
@@ -153,19 +125,22 @@ class Routed(Stack):
         return self.heads[dist.get_rank()](super().forward(x))
 
 
-def add(name, scenario):
-    SCENARIOS[name] = scenario
-
-
 def sharded(
-    rank, world_size, make=Stack, on_own_stream=False, make_optimizer=momentum, steps=2, **options
+    rank,
+    world_size,
+    make=Stack,
+    wrap=shard,
+    replicas=1,
+    on_own_stream=False,
+    make_optimizer=momentum,
+    steps=2,
+    **options,
 ):
-    model = shard(make(), **options)
-    return train(model, rank, 2, steps, on_own_stream, make_optimizer)
-
-
-def at_home(rank, world_size, **options):
-    return sharded(rank, world_size, offload="cpu", **options)
+    if replicas > 1:
+        replicas = min(replicas, world_size)
+        shape, names = (replicas, world_size // replicas), ("replicate", "shard")
+        options["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    return train(wrap(make(), **options), rank, 2, steps, on_own_stream, make_optimizer)
 
 
 def change_at_home(rank, world_size):
@@ -191,43 +166,18 @@ def drop(rank, world_size):
     return [value]
 
 
-def hybrid(rank, world_size, replicas, **options):
-    replicas = min(replicas, world_size)
-    sizes = (replicas, world_size // replicas)
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
-    return train(shard(Stack(), mesh=mesh, **options), rank)
-
-
-def by_block(
-    rank,
-    world_size,
-    make=Stack,
-    hybrid=False,
-    on_own_stream=False,
-    make_optimizer=momentum,
-    steps=2,
-    **options,
-):
-    if hybrid:
-        names = ("replicate", "shard")
-        options["mesh"] = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=names)
-    model = make()
-    sharded_by_block(model, **options)
-    return train(model, rank, 2, steps, on_own_stream, make_optimizer)
-
-
 def along_the_longer_dim(param):
     """Cut a matrix along its second dim where any number of ranks divides it."""
     return Shard(1) if param.ndim > 1 and param.shape[1] == 8 else None
 
 
-def in_a_schedule(rank, world_size, shards):
+def in_a_schedule(rank, world_size, wrap, **options):
     """Run a schedule, which divides the gradients at once: its last reductions must be over.
 
     See pytorch#144535, a race between both.
     """
     mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("pp", "dp"))
-    model = shards(Stack())
+    model = wrap(Stack(), **options)
     stage = PipelineStage(model, 0, 1, CPU, group=mesh["pp"].get_group())
     schedule = ScheduleGPipe(stage, 2, loss_fn=lambda y, target: (y - target).square().mean())
     optimizer = momentum(model.parameters())
@@ -258,103 +208,98 @@ def between_steps(rank, world_size):
     return found + train(model, rank, micro_batches=1)
 
 
-for stage in range(4):
-    add(f"stage {stage}", partial(sharded, stage=stage))
-    add(f"stage {stage}, slices at home", partial(at_home, stage=stage))
-for stage in (1, 3):
-    add(f"stage {stage}, bf16", partial(sharded, stage=stage, precision="bf16", layout="flat"))
-    add(f"stage {stage}, slices at home, bf16", partial(at_home, stage=stage, precision="bf16"))
-    add(f"stage {stage}, matrices", partial(sharded, stage=stage, layout="matrices"))
-matrices_away = {"layout": "matrices", "precision": "bf16"}
-add("slices at home, matrices, bf16", partial(at_home, **matrices_away))
-add("matrices stepped whole", partial(sharded, layout="matrices", make_optimizer=muon))
-add(
-    "a reduction per unit",
-    partial(sharded, schedule=Schedule(bucket_bytes=1), make_optimizer=adamw),
-)
-for stage, kind in ((1, "int4"), (2, "fp8"), (3, "int8")):
-    coded = {"stage": stage, "precision": Precision(torch.bfloat16, torch.float32, gather=kind)}
-    add(f"stage {stage}, gathered as {kind}", partial(sharded, **coded))
-    add(f"stage {stage}, slices at home, gathered as {kind}", partial(at_home, **coded))
-add("by block, gathered as fp8", partial(by_block, mp_policy=Precision(gather="fp8")))
-for stage in (0, 3):
-    add(f"stage {stage}, replicas", partial(hybrid, replicas=2, stage=stage))
-add("no prefetch", partial(sharded, schedule=Schedule(prefetch_bytes=0)))
-add(
-    "slices at home, prefetch of all",
-    partial(at_home, schedule=Schedule(prefetch_bytes=1 << 30, bucket_bytes=1)),
-)
-add("reduced every step", partial(sharded, schedule=Schedule(reduce_every="step")))
-add("checkpointing", partial(sharded, make=partial(Checkpointed, False)))
-add("checkpointing, reentrant", partial(sharded, make=partial(Checkpointed, True)))
-add("various uses", partial(sharded, make=Various))
-add("between steps", between_steps)
-add("ends early", partial(sharded, make=Stops))
-add("ranks differ", partial(sharded, make=Routed, stage=2))
-add("slices at home are changed", change_at_home)
-add("dropped with reductions under way", drop)
-add("by block", by_block)
-add("by block, replicas", partial(by_block, hybrid=True))
-add(
-    "by block, kept after forward",
-    partial(by_block, reshard_after_forward=False, make_optimizer=adamw),
-)
-add(
-    "by block, bf16",
-    partial(by_block, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)),
-)
-add("by block, offloaded", partial(by_block, offload_policy=CPUOffloadPolicy()))
-add(
-    "by block, offloaded, bf16",
-    partial(
-        by_block,
-        offload_policy=CPUOffloadPolicy(),
-        mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32),
-    ),
-)
-for stage in (2, 3):
-    add(f"stage {stage}, in a schedule", partial(in_a_schedule, shards=partial(shard, stage=stage)))
-add("by block, in a schedule", partial(in_a_schedule, shards=sharded_by_block))
-for stage in (1, 3):
-    add(f"stage {stage}, on a stream", partial(sharded, stage=stage, on_own_stream=True))
-add("slices at home, on a stream", partial(at_home, on_own_stream=True))
-add("by block, on a stream", partial(by_block, on_own_stream=True))
-for stage in range(4):
-    options = {"offload": "cpu", "make_optimizer": behind, "steps": 3}
-    add(f"stage {stage}, slices at home, stepped behind", partial(sharded, stage=stage, **options))
+def coded(kind):
+    return {"precision": Precision(torch.bfloat16, torch.float32, gather=kind)}
+
+
+HOME = {"offload": "cpu"}
+AWAY = {"offload": Offload(activations="cpu")}
+BEHIND = {"make_optimizer": behind, "steps": 3}
+BY_BLOCK = {"wrap": sharded_by_block}
+OFFLOADED = {**BY_BLOCK, "offload_policy": CPUOffloadPolicy()}
+IN_BF16 = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
+AGAIN = {"make": made(each_recomputed)}
+AGAIN_REENTRANT = {"make": made(partial(each_recomputed, reentrant=True))}
+STREAM = {"on_own_stream": True}
+ON_DEVICE = "slices at home, stepped on the device by AdamW"
 STEPPED_ON_DEVICE = {
     "AdamW": adamw,
     "momentum": momentum,
     "8 bits": partial(optim.AdamW, lr=0.1, moments="8bit", block=16),
 }
-ON_DEVICE = "slices at home, stepped on the device by AdamW"
-for name, of in STEPPED_ON_DEVICE.items():
-    add(
-        f"slices at home, stepped on the device by {name}",
-        partial(
-            sharded,
-            offload=Offload("cpu", "cpu", "cpu", step_on="device"),
-            make_optimizer=of,
-            steps=3,
-        ),
-    )
-add(
-    "by block, offloaded, stepped behind",
-    partial(by_block, offload_policy=CPUOffloadPolicy(), make_optimizer=behind, steps=3),
-)
-add("by block, cut along other dims", partial(by_block, shard_placement_fn=along_the_longer_dim))
-add("by block, spread over two ranks", partial(by_block, reshard_after_forward=2))
-add("by block, checkpointing", partial(by_block, make=partial(Checkpointed, False)))
-inputs_away = {"offload": Offload(activations="cpu")}
-for kind, reentrant in (("", False), (", reentrant", True)):
-    options = {"make": partial(Checkpointed, reentrant)}
-    add(f"inputs on the host{kind}", partial(sharded, **options, **inputs_away))
-add("inputs on the host, on a stream", partial(SCENARIOS["inputs on the host"], on_own_stream=True))
-add("inputs on the host, shared", partial(sharded, make=Shared, **inputs_away))
-add(
-    "by block, inputs on the host",
-    partial(by_block, make=partial(Checkpointed, False), offload_policy=Offload(activations="cpu")),
-)
+CODED = ((1, "int4"), (2, "fp8"), (3, "int8"))
+# By name: how a model is made, sharded and trained.
+ROWS = {
+    **{f"stage {n}": {"stage": n} for n in range(4)},
+    **{f"stage {n}, slices at home": {"stage": n, **HOME} for n in range(4)},
+    **{
+        f"stage {n}, slices at home, stepped behind": {"stage": n, **HOME, **BEHIND}
+        for n in range(4)
+    },
+    **{f"stage {n}, bf16": {"stage": n, "precision": "bf16", "layout": "flat"} for n in (1, 3)},
+    **{
+        f"stage {n}, slices at home, bf16": {"stage": n, "precision": "bf16", **HOME}
+        for n in (1, 3)
+    },
+    **{f"stage {n}, matrices": {"stage": n, "layout": "matrices"} for n in (1, 3)},
+    "slices at home, matrices, bf16": {"layout": "matrices", "precision": "bf16", **HOME},
+    "matrices stepped whole": {"layout": "matrices", "make_optimizer": muon},
+    "a reduction per unit": {"schedule": Schedule(bucket_bytes=1), "make_optimizer": adamw},
+    **{f"stage {n}, gathered as {kind}": {"stage": n, **coded(kind)} for n, kind in CODED},
+    **{
+        f"stage {n}, slices at home, gathered as {kind}": {"stage": n, **coded(kind), **HOME}
+        for n, kind in CODED
+    },
+    "by block, gathered as fp8": {**BY_BLOCK, "mp_policy": Precision(gather="fp8")},
+    **{f"stage {n}, replicas": {"stage": n, "replicas": 2} for n in (0, 3)},
+    "no prefetch": {"schedule": Schedule(prefetch_bytes=0)},
+    "slices at home, prefetch of all": {"schedule": Schedule(1 << 30, bucket_bytes=1), **HOME},
+    "reduced every step": {"schedule": Schedule(reduce_every="step")},
+    "checkpointing": AGAIN,
+    "checkpointing, reentrant": AGAIN_REENTRANT,
+    "various uses": {"make": made(variously, change=freeze("blocks.1"))},
+    "ends early": {"make": Stops},
+    "ranks differ": {"make": Routed, "stage": 2},
+    "by block": BY_BLOCK,
+    "by block, replicas": {**BY_BLOCK, "replicas": 2},
+    "by block, kept after forward": {
+        **BY_BLOCK,
+        **{"reshard_after_forward": False, "make_optimizer": adamw},
+    },
+    "by block, bf16": {**BY_BLOCK, **IN_BF16},
+    "by block, offloaded": OFFLOADED,
+    "by block, offloaded, bf16": {**OFFLOADED, **IN_BF16},
+    "by block, offloaded, stepped behind": {**OFFLOADED, **BEHIND},
+    "by block, cut along other dims": {**BY_BLOCK, "shard_placement_fn": along_the_longer_dim},
+    "by block, spread over two ranks": {**BY_BLOCK, "reshard_after_forward": 2},
+    "by block, checkpointing": {**BY_BLOCK, **AGAIN},
+    "by block, inputs on the host": {
+        **{**BY_BLOCK, **AGAIN},
+        "offload_policy": Offload(activations="cpu"),
+    },
+    **{f"stage {n}, on a stream": {"stage": n, **STREAM} for n in (1, 3)},
+    "slices at home, on a stream": {**HOME, **STREAM},
+    "by block, on a stream": {**BY_BLOCK, **STREAM},
+    **{
+        f"slices at home, stepped on the device by {name}": {
+            **{"make_optimizer": of, "steps": 3},
+            "offload": Offload("cpu", "cpu", "cpu", step_on="device"),
+        }
+        for name, of in STEPPED_ON_DEVICE.items()
+    },
+    "inputs on the host": {**AGAIN, **AWAY},
+    "inputs on the host, reentrant": {**AGAIN_REENTRANT, **AWAY},
+    "inputs on the host, on a stream": {**AGAIN, **AWAY, **STREAM},
+    "inputs on the host, shared": {"make": Shared, **AWAY},
+}
+SCENARIOS = {
+    **{name: partial(sharded, **row) for name, row in ROWS.items()},
+    "between steps": between_steps,
+    "slices at home are changed": change_at_home,
+    "dropped with reductions under way": drop,
+    **{f"stage {n}, in a schedule": partial(in_a_schedule, wrap=shard, stage=n) for n in (2, 3)},
+    "by block, in a schedule": partial(in_a_schedule, wrap=sharded_by_block),
+}
 
 
 @contextmanager

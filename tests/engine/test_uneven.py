@@ -1,15 +1,16 @@
-"""Ranks with different numbers of batches: `shardwise.parallel.join`."""
+"""Ranks with different numbers of batches (`join`) and of tokens (`mean_loss`)."""
 
 import pytest
 import torch
 
-from models import Stack, stack_roundings
+import shardwise
+from models import Block, Stack, stack_roundings
 from oracle import assert_same_bits, average, copy
 from ranks import on_ranks
-from roundings import assert_all_rounded_alike
-from shardwise import accumulate, shard
+from roundings import assert_all_rounded_alike, assert_rounded_alike, of_gradient
+from shardwise import accumulate, fully_shard, shard
 from shardwise.errors import ConfigError
-from shardwise.parallel import join
+from shardwise.parallel import join, mean_loss
 from trainer import full_parameters, mean_square, sgd, sharded_by_block
 
 LENGTHS = [[3], [4, 1], [2, 5, 1]]  # by the number of ranks
@@ -104,3 +105,45 @@ def test_join_tells_all_ranks_when_one_has_nothing_and_stops_when_all_are_throug
         with accumulate(model, last=number % 2 == 1):
             (weight * model(torch.ones(1, 8)).sum()).backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+@on_ranks(1, 3, 4)
+def test_ranks_with_any_numbers_of_tokens_make_one_mean(rank, num_ranks):
+    def make():
+        torch.manual_seed(5)
+        return Block()
+
+    def undivided(model):
+        sharded = fully_shard(model, mesh=mesh)
+        sharded.set_gradient_divide_factor(1.0)
+        return sharded
+
+    x = torch.randn(6 * num_ranks, 8, generator=torch.Generator().manual_seed(2))
+    # Rank 0 has one token, the last one has most of them, and one between has none.
+    bounds = [0, 1, 1, *(2 * n for n in range(1, num_ranks)), len(x)][: num_ranks + 1]
+    bounds[-1] = len(x)
+    mine = x[bounds[rank] : bounds[rank + 1]]
+    plain = make()
+    wanted = plain(x).square().sum() / len(x)
+    wanted.backward()
+    roundings = of_gradient(8, 11, 8, over=len(x) + 8)
+    mesh = shardwise.Axes(dp_replicate=2) if num_ranks == 4 else None
+    for sharded in (
+        shard(make(), mesh=mesh),
+        shard(make(), mesh=mesh, stage=1),
+        fully_shard(make(), mesh=mesh),
+        undivided(make()),
+    ):
+        shown = []
+        for part in (mine[:1], mine[1:]):
+            with accumulate(sharded, last=len(shown) == 1):
+                loss = mean_loss(sharded, sharded(part).square().sum(), len(mine))
+                loss.backward()
+            shown.append(loss.detach())
+        for (name, p), q in zip(sharded.named_parameters(), plain.parameters(), strict=True):
+            assert_rounded_alike(p.grad.full_tensor(), q.grad, roundings, name)
+    summed = [torch.zeros(()) for _ in range(num_ranks)]
+    torch.distributed.all_gather(summed, sum(shown, torch.zeros(())))
+    assert_rounded_alike(torch.stack(summed).sum(), wanted.detach(), roundings)
+    assert mean_loss(sharded, torch.zeros(()), 0) == 0
+    assert mean_loss(sharded, torch.ones((), dtype=torch.bfloat16), 3).dtype == torch.float32

@@ -11,18 +11,9 @@ from torch import Tensor, nn
 
 
 def make_llama():
-    import transformers
+    from transformers_models import make_llama
 
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        intermediate_size=24,
-        max_position_embeddings=32,
-    )
-    return transformers.LlamaForCausalLM(config)
+    return make_llama()
 
 
 def lora_llama(

@@ -16,10 +16,10 @@ from models import Stack
 from oracle import assert_same_bits
 from programs import run_as_in_the_gallery
 from ranks import on_ranks, run_ranks
-from shardwise import fully_shard, gathered, shard
+from shardwise import gathered, shard
 from shardwise.config import Schedule
 from shardwise.errors import CheckpointError, ConfigError, StateError
-from trainer import full_parameters
+from trainer import full_parameters, sharded_by_block
 
 accelerate = pytest.importorskip("accelerate", reason="accelerate is in the test extra")
 ours = importlib.import_module("shardwise.interop.accelerate")
@@ -41,11 +41,7 @@ class Dropping(Stack):
 
 def sharded(model, options):
     """Shard by ``shard(**options)``, or by calls of fully_shard on units and model."""
-    if options != BY_CALLS:
-        return shard(model, **options)
-    for block in getattr(model, "blocks", ()):
-        fully_shard(block)
-    return fully_shard(model)
+    return sharded_by_block(model) if options == BY_CALLS else shard(model, **options)
 
 
 class Run:

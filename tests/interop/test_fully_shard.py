@@ -17,6 +17,7 @@ from models import Stack
 from ranks import on_ranks
 from roundings import assert_rounded_alike, of_gradient
 from shardwise import debug, fully_shard
+from trainer import full, sharded_by_block
 
 # A mean of as many gradients as two micro-batches of four ranks have, or three of three, summed in
 # another order; twice, since they are of either sign and what is left is smaller than they are.
@@ -32,13 +33,6 @@ def mesh_of(*shape):
 def stack(seed=0):
     torch.manual_seed(seed)
     return Stack()
-
-
-def apply(shards, model, **options):
-    for block in model.blocks:
-        shards(block, **options)
-    shards(model, **options)
-    return model
 
 
 def steps(model, rank, *, accumulate=1, num=2):
@@ -58,11 +52,7 @@ def steps(model, rank, *, accumulate=1, num=2):
                 assert all(p.grad is None for p in model.parameters())
         grads = [full(p.grad) for p in model.parameters()]
         optimizer.step()
-    return found + grads + [full(p.detach()) for p in model.parameters()]
-
-
-def full(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+    return found + grads + [full(p) for p in model.parameters()]
 
 
 def same_bits(actual, expected):
@@ -92,16 +82,16 @@ def test_it_takes_the_steps_of_torchs_own_and_of_ddp_to_the_bit(rank, world):
         cases += [{"mesh": mesh_of(2, 1)}]
     for options in cases:
         for accumulate in (1, 2) if options == {} else (2,):
-            model = apply(fully_shard, stack(), **options)
+            model = sharded_by_block(stack(), **options)
             ours = steps(model, rank, accumulate=accumulate)
             for local in (param.to_local() for param in model.parameters()):  # it can be pickled
                 assert local.untyped_storage().nbytes() == local.nbytes
-            theirs = apply(torch_fully_shard, stack(), **options)
+            theirs = sharded_by_block(stack(), torch_fully_shard, **options)
             expected = steps(theirs, rank, accumulate=accumulate)
             same_bits(ours, expected)
             if options == {} and accumulate == 1:
                 same_bits(steps(DistributedDataParallel(stack()), rank), expected)
-                at_home = apply(fully_shard, stack(), offload_policy=OFFLOAD)
+                at_home = sharded_by_block(stack(), offload_policy=OFFLOAD)
                 same_bits(steps(at_home, rank), expected)
 
 
@@ -112,7 +102,7 @@ def num_collectives(model):
 @on_ranks(2)
 def test_a_group_costs_one_gather_and_one_reduction():
     for reshards, in_forward, in_backward in ((None, 4, 3), (True, 4, 4), (False, 4, 0)):
-        model = apply(fully_shard, stack(), reshard_after_forward=reshards)
+        model = sharded_by_block(stack(), reshard_after_forward=reshards)
         for _ in range(3):  # what is learnt in the first steps changes no count
             counts = [num_collectives(model)]
             loss = model(torch.randn(4, 8)).sum()
@@ -127,10 +117,10 @@ def test_a_group_costs_one_gather_and_one_reduction():
 def spread_over_two(rank):
     """With an int, backward gathers over that many ranks, and steps are the same."""
     same_bits(
-        steps(apply(fully_shard, stack(), reshard_after_forward=2), rank),
-        steps(apply(fully_shard, stack()), rank),
+        steps(sharded_by_block(stack(), reshard_after_forward=2), rank),
+        steps(sharded_by_block(stack()), rank),
     )
-    model = apply(fully_shard, stack(), reshard_after_forward=2)
+    model = sharded_by_block(stack(), reshard_after_forward=2)
     loss = model(torch.randn(4, 8)).sum()
     assert all(isinstance(p, DTensor) for p in model.parameters())
     before = debug.stats(model).sent_bytes["shard.all_gather"]
@@ -158,7 +148,7 @@ def named_axes_and_two_meshes(rank):
         model(x).full_tensor().square().sum().backward()
         infos = FSDPMeshInfo(whole, shard_mesh_dim=0), FSDPMeshInfo(pair, shard_mesh_dim=0)
         place = functools.partial(placed_by_rank, infos, ShardPlacementResult)
-        both = apply(shards, stack(), mesh=whole, shard_placement_fn=place)
+        both = sharded_by_block(stack(), shards, mesh=whole, shard_placement_fn=place)
         assert {p.device_mesh.size() for p in both.parameters()} == {2, 4}
         found.append([full(p.grad) for p in model.parameters()] + steps(both, rank))
     # On four ranks torch's backend sums in another order. Two steps of layers of 8, each time a
@@ -174,10 +164,10 @@ def placed_by_rank(infos, result, param):
 @on_ranks(4)
 def test_replicas_of_shards_ints_and_named_axes(rank, world):
     mesh = mesh_of(2, 2)
-    expected = steps(apply(torch_fully_shard, stack(), mesh=mesh), rank)
+    expected = steps(sharded_by_block(stack(), torch_fully_shard, mesh=mesh), rank)
     for options in ({}, {"reshard_after_forward": True}, {"offload_policy": OFFLOAD}):
-        same_bits(steps(apply(fully_shard, stack(), mesh=mesh, **options), rank), expected)
-    model = apply(fully_shard, stack(), mesh=mesh)
+        same_bits(steps(sharded_by_block(stack(), mesh=mesh, **options), rank), expected)
+    model = sharded_by_block(stack(), mesh=mesh)
     reference = stack()
     for number in range(2):  # summed over shards in both, over replicas in the last
         model.set_requires_all_reduce(number == 1)

@@ -11,7 +11,7 @@ from ranks import on_ranks, run_ranks
 from roundings import assert_rounded_alike
 from shardwise.errors import ConfigError, StateError
 from shardwise.interop.fsdp2 import fully_shard
-from trainer import sharded_by_block
+from trainer import full_parameters, full_state, sharded_by_block
 
 WIDTH = 6
 
@@ -64,22 +64,18 @@ def adam(model):
     return torch.optim.AdamW(model.parameters(), lr=0.05)
 
 
-def full_state(model, optimizer):
+def whole(model, optimizer):
     """Return parameters and moments, full, by name."""
-    found = {}
-    for name, param in model.named_parameters():
-        found[name] = param.full_tensor().detach().clone()
-        for key in ("exp_avg", "exp_avg_sq"):
-            found[f"{name}.{key}"] = optimizer.state[param][key].full_tensor().clone()
-        found[f"{name}.step"] = optimizer.state[param]["step"].clone()
-    return found
+    state = full_state(model, optimizer)
+    moments = {f"{name}.{key}": value for name in state for key, value in state[name].items()}
+    return full_parameters(model) | moments
 
 
 def save_after_two(rank, world_size, how, folder):
     model = sharded(how)
     optimizer = adam(model)
     train(model, optimizer, range(2))
-    state = full_state(model, optimizer)
+    state = whole(model, optimizer)
     if how == "fully_shard":  # written behind a step that follows
         with shardwise.Checkpoints(folder, model, optimizer) as checkpoints:
             checkpoints.save(2)
@@ -97,7 +93,7 @@ def load_into(rank, world_size, how, folder):
     model(torch.arange(8) % 7)  # the root's parameters are full now
     loaded = shardwise.load(folder, model, optimizer)
     assert loaded.step == 2
-    state = full_state(model, optimizer)
+    state = whole(model, optimizer)
     with shardwise.gathered(model):
         inside = {name: param.detach().clone() for name, param in model.named_parameters()}
     return state, inside

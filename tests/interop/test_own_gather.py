@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import shardwise
+from oracle import assert_same_bits
 from own_gather import KINDS, OwnNet
 from ranks import run_ranks, run_sizes
 from shardwise.errors import ConfigError, ReplicaError, StateError
@@ -73,12 +74,6 @@ def moments(model, optimizer):
     return values_of(iter(found))
 
 
-def assert_same(ours, theirs):
-    assert ours.keys() == theirs.keys()
-    for name, value in theirs.items():
-        assert torch.equal(ours[name], value), name
-
-
 class Rounded(torch.autograd.Function):
     """A weight as bf16 has it; its gradient as it comes."""
 
@@ -131,10 +126,10 @@ def train_alike(rank, world_size, folder):
             optimizer = adam(model)
             assert step_losses(model, optimizer, range(3)) == losses or world_size == 3
             states[how] = full(model), moments(model, optimizer)
-            assert_same(states[how][0], states["calls"][0])
-            assert_same(states[how][1], states["calls"][1])
+            assert_same_bits(states[how][0], states["calls"][0])
+            assert_same_bits(states[how][1], states["calls"][1])
             if world_size < 3:  # a mean of three has a rounding
-                assert_same(states[how][0], values)
+                assert_same_bits(states[how][0], values)
             shardwise.save(folder / f"{kind} {how} on {world_size}", model, optimizer)
         for how, saved in zip((*ways, 3), (*ways[::-1], "calls"), strict=True):
             model = sharded(kind, how)
@@ -142,8 +137,8 @@ def train_alike(rank, world_size, folder):
             if how != 3:  # into state that is there already
                 step_losses(model, optimizer, range(5))
             shardwise.load(folder / f"{kind} {saved} on {world_size}", model, optimizer)
-            assert_same(full(model), states["calls"][0])
-            assert_same(moments(model, optimizer), states["calls"][1])
+            assert_same_bits(full(model), states["calls"][0])
+            assert_same_bits(moments(model, optimizer), states["calls"][1])
             rest = step_losses(model, optimizer, range(3, 5))
             assert rest == ends.setdefault(kind, rest)
 
@@ -163,14 +158,14 @@ def load_elsewhere(rank, world_size, folder, saved_on):
                 model = sharded(kind, how)
                 ours = adam(model)
                 shardwise.load(path, model, ours)
-                assert_same(full(model), values)
-                assert_same(moments(model, ours), states)
+                assert_same_bits(full(model), values)
+                assert_same_bits(moments(model, ours), states)
             if kind == "half":  # one tensor, under the name of the parameter itself
                 other = nn.Module()
                 other.blocks = nn.ModuleList(nn.Linear(7, 7) for _ in range(2))
                 other.head = nn.Linear(7, 3)
                 shardwise.load(path, other)
-                assert_same(dict(other.state_dict()), values)
+                assert_same_bits(dict(other.state_dict()), values)
 
 
 def test_tensors_with_a_gather_of_their_own_train_as_in_one_process_and_load_anywhere(tmp_path):
@@ -191,14 +186,14 @@ def more(rank, world_size):
                         with pytest.raises(StateError, match="not reduced yet"):
                             model.blocks[0].weight.grad.full_tensor()
             totals.append({n: p.grad.full_tensor() for n, p in model.named_parameters()})
-            assert_same(totals[-1], totals[0])
+            assert_same_bits(totals[-1], totals[0])
         for how in ("calls", 3):
             model, before = sharded(kind, how), values_of(iter(make(kind).state_dict().items()))
-            assert_same(full(model), before)
+            assert_same_bits(full(model), before)
             with shardwise.gathered(model, writeback=True), torch.no_grad():
                 for param in model.parameters():
                     param.mul_(2)
-            assert_same(full(model), {name: value * 2 for name, value in before.items()})
+            assert_same_bits(full(model), {name: value * 2 for name, value in before.items()})
             weight = model.blocks[0].weight
             with shardwise.gathered(weight) as (whole,):
                 assert type(whole) is type(weight._local_tensor)
@@ -213,9 +208,9 @@ def more(rank, world_size):
             assert sum(unit.numel for unit in shardwise.describe(model).units) == numel
         copied, before = copy.deepcopy(model), full(model)
         losses = step_losses(model, adam(model), range(1, 3))
-        assert_same(full(copied), before)
+        assert_same_bits(full(copied), before)
         assert step_losses(copied, adam(copied), range(1, 3)) == losses
-        assert_same(full(copied), full(model))
+        assert_same_bits(full(copied), full(model))
 
 
 def alike_in_every_way(rank, world_size):

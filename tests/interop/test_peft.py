@@ -18,7 +18,7 @@ from oracle import assert_same_bits
 from peft_models import VARIANTS, HandLora, Stack, lora_llama, loss_of, make_llama
 from programs import run_as_in_the_gallery
 from ranks import on_ranks, run_ranks
-from shardwise import describe, fully_shard, gathered, shard
+from shardwise import describe, gathered, shard
 from shardwise.debug import stats
 from shardwise.engine.api import engine_of
 from shardwise.errors import CheckpointError, ConfigError, ShardError, StateError
@@ -32,6 +32,8 @@ from trainer import events_of, full_parameters
 
 peft = pytest.importorskip("peft", reason="peft is in the test extra")
 pytest.importorskip("transformers", reason="transformers is in the test extra")
+
+from transformers_models import by_calls  # noqa: E402
 
 # Importing a model class pulls in packages that warn about each other.
 pytestmark = pytest.mark.filterwarnings(
@@ -240,12 +242,6 @@ def test_adapters_are_saved_as_stock_peft_saves_them_and_loaded_without_the_base
     for name, path in zip(names, (ours, ours / "second"), strict=True):
         fresh.load_adapter(str(path), name)
     assert_same_bits(values(fresh), expected)
-
-
-def by_calls(model):
-    for layer in model.base_model.model.model.layers:
-        fully_shard(layer)
-    return fully_shard(model)
 
 
 @on_ranks(2)

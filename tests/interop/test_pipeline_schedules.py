@@ -3,7 +3,7 @@
 The failures that others had are tests here by what they hold: gathers at the wrong time
 (pytorch#164756), accumulation over schedules (pytorch#196641). A race with the last reductions
 (pytorch#144535) is looked for in test_stream_order.py, a scale of micro-batches in
-test_pipeline_gradients.py.
+engine/test_pipelines.py.
 """
 
 import copy

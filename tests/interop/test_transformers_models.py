@@ -11,7 +11,7 @@ from oracle import assert_same_bits
 from peft_models import lora_llama, loss_of
 from programs import run_as_in_the_gallery
 from ranks import on_ranks, run_ranks
-from shardwise import fully_shard, gathered, shard
+from shardwise import gathered, shard
 from shardwise.config import Units
 from shardwise.debug import stats
 from shardwise.errors import ShardError
@@ -33,6 +33,7 @@ from transformers_models import (  # noqa: E402
     MODELS,
     PICTURES,
     TINY,
+    by_calls,
     make_llama,
     make_mixtral,
 )
@@ -191,7 +192,7 @@ def test_transformers_models_take_the_plain_steps(rank, world_size, name):
     make = partial(make_mixtral, num_experts_per_tok=1) if name == "mixtral" else MODELS[name]
     settings = SETTINGS + [{"stage": 3, "layout": "flat"}] * (name == "llama")
     loss, batch = (loss_of_pictures, pictures) if name == "vit" else (own_loss, ids)
-    compare(rank, world_size, lambda: make().eval(), settings, loss, make_batch=batch)
+    compare(rank, world_size, lambda: make().eval(), settings, loss, batch=batch)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -275,9 +276,7 @@ def generate_with_adapters(rank, world_size):
     for stage in (*range(4), "by calls"):
         model = lora_llama().eval()
         if stage == "by calls":
-            for layer in model.base_model.model.model.layers:
-                fully_shard(layer)
-            prepare(fully_shard(model))
+            prepare(by_calls(model))
         else:
             shard(model, stage=stage)
         before = stats(model).param_full_bytes

@@ -272,20 +272,6 @@ def train_adapters(rank, folder):
     assert_same_tensors(full(trainer.model), loaded.state_dict())
 
 
-def go_on_elsewhere(rank, folder):
-    return run_elsewhere(rank, 2, folder)
-
-
-def run_elsewhere(rank, world_size, folder):
-    """Train with batches that are the same rows on any number of ranks, from step 2 on three."""
-    options = {**OFTEN, "per_device_train_batch_size": 1}
-    if world_size == 3:
-        as_launched(rank, world_size)
-        options["resume"] = folder / "checkpoint-2"
-        options["save_strategy"] = "no"
-    return losses(train(folder, sharded(), model_and_data()[1], **options))[:2]
-
-
 TOPICS = (
     compare_with_ddp,
     go_on,
@@ -297,7 +283,6 @@ TOPICS = (
     finetune_real,
     generate_in_evaluation,
     train_adapters,
-    go_on_elsewhere,
 )
 
 
@@ -375,9 +360,3 @@ def test_adapters_of_peft_are_trained_as_under_ddp(runs):
     runs.of(train_adapters)
     files = runs.files("train_adapters", "run", "checkpoint-4")
     assert "adapter_model.safetensors" in files and "model.safetensors" not in files
-
-
-def test_a_run_goes_on_with_another_number_of_ranks(runs):
-    first, _ = runs.of(go_on_elsewhere)
-    folder = runs.folder / "go_on_elsewhere"
-    assert run_ranks(run_elsewhere, 3, folder, fresh=True)[0] == first

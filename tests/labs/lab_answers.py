@@ -338,6 +338,11 @@ LAB4 = Answers(
             (HOOKS, "", "count_gradient was called 0 times"),
             (HOOKS, HOOKS.replace("post_accumulate_grad_", ""), "before the gradient is in p.grad"),
             (HOOKS, HOOKS.replace("eters:", "eters[:1]:"), "was called 1 time"),
+            (
+                HOOKS,
+                HOOKS.replace("lambda _p: self.count_gradient()", "self.count_gradient"),
+                "gives the parameter to count_gradient, which takes none",
+            ),
             (HOOKS, HOOKS + HOOKS, "wrote 2 gradients, and count_gradient was called 4"),
             (
                 HOOKS,
@@ -533,8 +538,10 @@ MOST10 = "is_full and other_bytes > state_bytes"
 RATES10 = "{axis: sent[axis] / seconds[axis] for axis in sent if sent[axis] and seconds[axis]}"
 SLOW10 = "rate < 0.3 * max(rates.values())"
 SLOWEST10 = "    return min(slow, key=rates.__getitem__) if slow else None\n"
-BUCKET10 = "        return units, 1 << 20\n"
-UNITS10 = "    return [1] * sum(units), bucket_bytes\n"
+BUCKET10 = '{"bucket_bytes": 1 << 20}'
+UNITS10 = '{"units": [1] * sum(settings["units"])}'
+OFFLOAD10 = '{"offload": None}'
+SAVES10 = '{"save_every": 10}'
 LAB10 = Answers(
     14,
     "SW004",
@@ -609,12 +616,16 @@ LAB10 = Answers(
             (RATES10, "dict(sent)", "one axis sends more"),
         ],
         (8, "mend"): [
-            (BUCKET10, "        return units, bucket_bytes\n", "and now SW010"),
-            (BUCKET10, "        return units, 1 << 30\n", "and now SW011"),
-            (UNITS10, "    return [sum(units)], bucket_bytes\n", "and now SW002"),
-            (UNITS10, "    return units, bucket_bytes\n", "and now SW004"),
-            (UNITS10, "    return [1] * len(units), bucket_bytes\n", "the model has 24"),
-            (UNITS10, "    return [1] * sum(units), 1 << 21\n", "the bucket was right"),
+            (BUCKET10, "{}", "and now SW010"),
+            (BUCKET10, BUCKET10.replace("20", "30"), "and now SW011"),
+            (UNITS10, '{"units": [24]}', "and now SW002"),
+            (UNITS10, "{}", "and now SW004"),
+            (UNITS10, UNITS10.replace("sum", "len"), "the model has 24"),
+            (UNITS10, UNITS10[:-1] + ', "bucket_bytes": 1 << 21}', "'bucket_bytes' was right"),
+            (OFFLOAD10, '{"offload": "files"}', "slow link: the doctor found SW032, and now SW033"),
+            (OFFLOAD10, "{}", "and now SW032"),
+            (SAVES10, '{"save_every": 20}', "no saves: the doctor found SW051, and now SW051"),
+            (f"settings | {SAVES10}", "None", "mend returns None; settings with units,"),
         ],
     },
     rough_columns=(1,),

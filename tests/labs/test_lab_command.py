@@ -159,6 +159,9 @@ def test_a_reader_goes_through_a_lab(number, starter, tmp_path, monkeypatch):
     )
     checked = call(app, ["lab", "check", n])
     assert checked.exit_code == 0, checked.output
+    following = f"lab start {number + 1}`" if number + 1 in labs() else "targets met."
+    assert checked.output.rstrip().endswith(following)
+    assert "missed no gap" in call(app, ["lab", "hint", n]).output
     if number == 7:
         drawn = ElementTree.parse(tmp_path / "lab07_timeline.svg").iter()
         # In both steps 12 computes and 12 gathers; 6 reductions, and 3 of buckets.
@@ -169,6 +172,19 @@ def test_a_reader_goes_through_a_lab(number, starter, tmp_path, monkeypatch):
     for step in steps_of(lab.page):
         lines = call(app, ["lab", "read", n, step.split()[0]]).output.splitlines()
         assert lines and max(map(len, lines)) <= desk.WIDTH
+
+
+def test_what_is_not_judged_yet_is_named_and_the_hint_is_about_what_is_missed(starter, tmp_path):
+    path, lab = tmp_path / labs()[0].file, labs()[0]
+    text = solution(0).replace("3 * micro_batches", "3").replace('"line": 14', '"line": "step"')
+    path.write_text(text.replace("'replicated'", "'zero3'"))
+    job = Job(0, (str(path),), lab.num_ranks, True, lab.hang_s)
+    checked = desk.judged(lab, path, starter.run(job))
+    said = re.sub(r"\s+", " ", checked.text())
+    assert "Judged after these: bits, sent" in said, checked.text()
+    assert "A hint for gap 5" in said and checked.gap == 5
+    assert "'line' is the number of a line of lab00_broken.py" in said
+    assert f"not 'zero3': {lab.decision.ask}" in said
 
 
 @pytest.mark.parametrize("number", labs())

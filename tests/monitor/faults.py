@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,12 +24,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise
 from models import Checkpointed, Stack
-from shardwise import fully_shard, observe, shard
+from shardwise import observe, shard
 from shardwise.checkpoint.files import Writer
 from shardwise.comm.point_to_point import _Messages
 from shardwise.config import Schedule
 from shardwise.offload.files import System
 from shardwise.trace import Tracer
+from trainer import sharded_by_block
 
 STEPS = 10
 ADAM = importlib.import_module("torch.optim.adam")  # AdamW's too
@@ -148,18 +150,9 @@ class Scenario:
 
 
 # -- faults
-@contextmanager
-def sleeps(rank, model, on=1, seconds=0.3):
+def sleeps(rank, model, on=1):
     """Let one rank sleep in its forward pass."""
-    if rank != on:
-        yield
-        return
-    block = model.blocks[1]
-    hook = block.up.register_forward_pre_hook(lambda *_: time.sleep(seconds))
-    try:
-        yield
-    finally:
-        hook.remove()
+    return slowed(model.blocks[1].up, "forward", 0.3) if rank == on else nullcontext()
 
 
 class SlowFile(io.BytesIO):
@@ -226,14 +219,18 @@ def slow_copies(rank, model):
         yield
 
 
-def mesh_of(*shape):
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-    return {"stage": 3, "mesh": mesh["replicate", "shard"]}
+def slow_between(*pairs):
+    return partial(slow_links, pairs=pairs, seconds=0.08)
+
+
+def scheduled(stage, **options):
+    return {"stage": stage, "schedule": Schedule(**options)}
 
 
 HALF = {"scaler": 2000, "autocast": True, "steps": 14}
 OFFLOAD = {"stage": 3, "offload": "cpu"}
 KEPT = {"stage": 3, "precision": shardwise.Precision(torch.bfloat16)}
+SAVES = {"save_every": 4, "wait": False}
 FAULTS = {
     "copies only": Scenario("SW001", 2, options={"mesh": (2, 1)}),
     "parameters outside": Scenario("SW001", 2, train={"extra": 4096}),
@@ -241,24 +238,15 @@ FAULTS = {
     "units too small": Scenario("SW003", 3, FineStack, {"stage": 3, "units": nn.Linear}),
     "one large unit": Scenario("SW004", 3, WideHead),
     "padding": Scenario("SW006", 3, FewRows),
-    "tiny buckets": Scenario(
-        "SW010", 3, options={"stage": 2, "schedule": Schedule(bucket_bytes=1)}
-    ),
-    "huge buckets": Scenario(
-        "SW011", 3, options={"stage": 2, "schedule": Schedule(bucket_bytes=1 << 30)}
-    ),
-    "huge prefetch": Scenario("SW011", 3, options={"stage": 3, "schedule": Schedule(1 << 30)}),
+    "tiny buckets": Scenario("SW010", 3, options=scheduled(2, bucket_bytes=1)),
+    "huge buckets": Scenario("SW011", 3, options=scheduled(2, bucket_bytes=1 << 30)),
+    "huge prefetch": Scenario("SW011", 3, options=scheduled(3, prefetch_bytes=1 << 30)),
     "slow network": Scenario("SW012", 3, inject=slow_links),
     "slow network of two": Scenario("SW012", 2, options={"stage": 2}, inject=slow_links),
-    "slow link": Scenario("SW013", 3, inject=lambda r, m: slow_links(r, m, [{0, 1}], 0.08), rank=0),
-    "slow link of four": Scenario(
-        "SW013", 4, inject=lambda r, m: slow_links(r, m, [{1, 3}], 0.08), rank=1
-    ),
+    "slow link": Scenario("SW013", 3, inject=slow_between({0, 1}), rank=0),
+    "slow link of four": Scenario("SW013", 4, inject=slow_between({1, 3}), rank=1),
     "slow axis": Scenario(
-        "SW014",
-        4,
-        options={"mesh": (2, 2)},
-        inject=lambda r, m: slow_links(r, m, [{0, 2}, {1, 3}], 0.08),
+        "SW014", 4, options={"mesh": (2, 2)}, inject=slow_between({0, 2}, {1, 3})
     ),
     "slow rank": Scenario("SW020", 3, inject=sleeps, rank=1),
     "slow rank of two": Scenario(
@@ -289,10 +277,7 @@ FAULTS = {
     "loader that stalls": Scenario("SW021", 2, train={"stalls": 3, "steps": 20}),
     "bad batch on a rank": Scenario("SW041", 3, train={"bad_batch": (1, 5)}, rank=1),
     "bad batch on a rank in a long line": Scenario(
-        "SW041",
-        3,
-        train={"bad_batch": (1, 24), "steps": 30, "save_every": 8, "wait": False},
-        rank=1,
+        "SW041", 3, train={"bad_batch": (1, 24), "steps": 30, **SAVES, "save_every": 8}, rank=1
     ),
     "bad gradients": Scenario("SW041", 2, train={"bad_batch": (0, 7), "logs": False, "steps": 13}),
     "uneven batches": Scenario(
@@ -318,7 +303,7 @@ FAULTS = {
         "SW050",
         2,
         inject=lambda r, m: slowed(Writer, "sync", 0.5),
-        train={"save_every": 4, "wait": True},
+        train=SAVES | {"wait": True},
     ),
 }
 HEALTHY = {
@@ -344,7 +329,7 @@ HEALTHY = {
     "fully_shard": Scenario(None, 3, options={"fully_shard": True}),
     "fully_shard of one": Scenario(None, 1, options={"fully_shard": True}),
     "checkpointed fully_shard": Scenario(None, 2, Checkpointed, {"fully_shard": True}),
-    "saves behind": Scenario(None, 2, train={"save_every": 4, "wait": False}),
+    "saves behind": Scenario(None, 2, train=SAVES),
     "batches that are long and short on all ranks": Scenario(
         None, 3, Reader, train={"rows": lambda rank, step: 2 + 6 * (step % 2)}
     ),
@@ -380,11 +365,11 @@ def train(rank, world_size, output, group, name):
 
 def _sharded(model, options, output):
     if options.pop("fully_shard", False):
-        for block in model.blocks:
-            fully_shard(block)
-        return fully_shard(model)
+        return sharded_by_block(model)
     if "mesh" in options:
-        options = mesh_of(*options["mesh"])
+        names = ("replicate", "shard")
+        mesh = init_device_mesh("cpu", options["mesh"], mesh_dim_names=names)
+        options = {"stage": 3, "mesh": mesh[names]}
     if options.pop("nvme", False):
         Path(output).mkdir(parents=True, exist_ok=True)
         options["offload"] = f"nvme:{output}"

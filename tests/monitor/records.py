@@ -4,6 +4,7 @@ import json
 import random
 from dataclasses import asdict
 
+from shardwise.monitor.findings import Change, Finding, Gain
 from shardwise.monitor.metrics import (
     DATA_S,
     EXPOSED_SHARE,
@@ -26,25 +27,32 @@ METRICS = (
 )
 
 
-def facts(num_ranks=2, num_units=4, device="cpu"):
-    """Return the facts of a run of layers that are alike, and a root."""
+FINDINGS = (
+    Finding(
+        *("A9", "critical", "large", "verdict a", {"exposed_share": 0.25}, "why a"),
+        changes=(Change("bucket_bytes", 1, "32MiB"),),
+        gain=Gain(0.5, "s/step", "the plan", 0.75),
+        rank=1,
+    ),
+    Finding("B1", "warning", "small", "verdict b", {"x": 2.0}, "why b"),
+)
+
+
+def facts(num_ranks=2, num_units=4, device="cpu", **other):
+    """Return the facts of a run of layers that are alike, and a root; or with other values."""
     names = ["", *(f"layers.{i}" for i in range(num_units - 1))]
     units = tuple(
         UnitFacts(name, "Block", 2, 1000, 4000, 4000 // num_ranks, 8, "float32", "rows")
         for name in names
     )
-    return RunFacts(
-        stage=3,
-        degrees={"shard": num_ranks},
-        num_ranks=num_ranks,
-        device=device,
-        device_bytes=80 << 30,
-        bucket_bytes=1 << 20,
-        prefetch_bytes=None,
-        units=units,
-        hosts=tuple(f"host-{rank // 8}" for rank in range(num_ranks)),
-        started="2026-01-01T00:00:00+00:00",
-    )
+    told = {
+        **{"stage": 3, "degrees": {"shard": num_ranks}, "num_ranks": num_ranks, "device": device},
+        **{"device_bytes": 80 << 30, "bucket_bytes": 1 << 20, "prefetch_bytes": None},
+        "units": units,
+        "hosts": tuple(f"host-{rank // 8}" for rank in range(num_ranks)),
+        "started": "2026-01-01T00:00:00+00:00",
+    }
+    return RunFacts(**told | other)
 
 
 def step_line(step, num_steps, metrics, **values):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from records import write_record
+from records import facts, write_record
 from shardwise.errors import ConfigError
 from shardwise.monitor.doctor import LiveDoctor, diagnose
 from shardwise.monitor.findings import (
@@ -32,7 +32,6 @@ from shardwise.monitor.record import (
     NonFinite,
     OtherSave,
     OutOfMemory,
-    RunFacts,
     RunRecord,
     Save,
     StepLine,
@@ -82,21 +81,6 @@ def unit(name, **other):
     )
 
 
-def facts(**other):
-    told = {
-        "stage": 3,
-        "degrees": {"shard": 8},
-        "num_ranks": 8,
-        "device": "NVIDIA H100",
-        "device_bytes": 80 * GIB,
-        "bucket_bytes": 1 << 20,
-        "prefetch_bytes": None,
-        "units": layers(200),
-        "hosts": HOSTS,
-    }
-    return RunFacts(**told | other)
-
-
 def memory_line(engine_gib, other_gib):
     moment = Moment("b", "", {"param_full": int(engine_gib * GIB)}, int(other_gib * GIB))
     files = {"layers.0": {"optimizer_state": 8 * GIB}}
@@ -105,7 +89,7 @@ def memory_line(engine_gib, other_gib):
 
 def run_of(changes=None, memory=None, values=None, waited_for=None, **of_facts):
     metrics = {
-        name: value if isinstance(value, OverRanks) else OverRanks(value, value, value, 0, 0)
+        name: value if isinstance(value, OverRanks) else alike(value)
         for name, value in {**HEALTHY, **(changes or {})}.items()
     }
     lines = tuple(
@@ -113,7 +97,22 @@ def run_of(changes=None, memory=None, values=None, waited_for=None, **of_facts):
         for n in range(1, 16)
     )
     own = {0: (memory or memory_line(30, 20), End(15, None))}
-    return RunRecord(Path("x"), facts(**of_facts), lines, own, idle_s=5.0)
+    told = {"device": "NVIDIA H100", "units": layers(200), "hosts": HOSTS, **of_facts}
+    return RunRecord(Path("x"), facts(num_ranks=8, **told), lines, own, idle_s=5.0)
+
+
+def waits(pairs):
+    """Return the waits of ranks for each other, in ms by pair."""
+    found = {}
+    for (one, other), ms in pairs.items():
+        found.setdefault(one, {})[other] = ms + 1.0
+        found.setdefault(other, {})[one] = ms
+    return found
+
+
+def longer(percent, rank=5):
+    """Let the batches of a rank have more tokens."""
+    return {"tokens/behind_longest(%)": OverRanks(0, percent, percent, rank, 2)}
 
 
 def codes(run):
@@ -133,47 +132,58 @@ def ended(error, **other):
     return replace(End(8, error, 1.0, "x", None, 9, "forward", "layers.0"), **other)
 
 
+def saved(stall_s, save_s):
+    return {"checkpoint/stall(s)": stall_s, "checkpoint/save(s)": save_s}
+
+
+def lost(percent, of_worst):
+    return {"numbers/lost_updates(%)": percent, "numbers/lost_updates_of_worst(%)": of_worst}
+
+
+def alike(value):
+    """Return a figure that all ranks have."""
+    return OverRanks(value, value, value, 0, 0)
+
+
+def each_line(run, change, **other):
+    """Let ``change`` return other metrics of each line, by its number and those that it has."""
+    lines = ((line, change(n, line.metrics)) for n, line in enumerate(run.steps))
+    return replace(run, steps=tuple(replace(line, metrics=m, **other) for line, m in lines))
+
+
 def over_time(run, line_s, saves=()):
     """Let a line come every so many seconds, and be of so many steps, some with a save."""
-    one, steps = OverRanks(0.001, 0.001, 0.001, 0, 0), []
-    for n, line in enumerate(run.steps):
-        saved = {"checkpoint/stall(s)": one, "checkpoint/save(s)": one} if n in saves else {}
-        metrics = {**line.metrics, **saved}
-        steps.append(replace(line, at_s=line_s * n, num_steps=int(line_s), metrics=metrics))
-    return replace(run, steps=tuple(steps))
+    one = saved(alike(0.001), alike(0.001))
+    run = each_line(run, lambda n, m: {**m, **(one if n in saves else {})}, num_steps=int(line_s))
+    return replace(run, steps=tuple(replace(x, at_s=line_s * (x.step - 1)) for x in run.steps))
 
 
 def in_turn(run):
     """Let another rank be the least in each line."""
 
-    def turned(value, n):
-        return replace(value, min_rank=n % 8, max_rank=(n + 1) % 8)
+    def turned(n, metrics):
+        ranks = {"min_rank": n % 8, "max_rank": (n + 1) % 8}
+        return {name: replace(value, **ranks) for name, value in metrics.items()}
 
-    steps = (
-        replace(line, metrics={name: turned(v, n) for name, v in line.metrics.items()})
-        for n, line in enumerate(run.steps)
-    )
-    return replace(run, steps=tuple(steps))
+    return each_line(run, turned)
 
 
 def retries_of(run):
-    steps = []
-    for line in run.steps:
-        retries = OverRanks(line.step, line.step, line.step, 0, 0)
-        steps.append(replace(line, metrics=line.metrics | {"memory/num_alloc_retries": retries}))
-    return replace(run, steps=tuple(steps))
+    return each_line(run, lambda n, m: {**m, "memory/num_alloc_retries": alike(n)})
 
 
 # A process that was on this machine: its number has been given to another one since.
 GONE = replace(own_process(), host="here", born="before")
-LATE = {  # rank 5 computes for longer, and all others wait
-    "comm/waited(ms)": OverRanks(20, 300, 310, 5, 2),
-    "time_metrics/compute(s)": OverRanks(0.6, 0.65, 0.95, 1, 5),
-}
+HALF = layers(2, dtype="float32 (computes in float16)")
+WAITED = {"comm/waited(ms)": OverRanks(20, 300, 310, 5, 2)}
+# Rank 5 computes for longer, and all others wait.
+LATE = WAITED | {"time_metrics/compute(s)": OverRanks(0.6, 0.65, 0.95, 1, 5)}
 EXPOSED = {"comm/exposed(ms)": 300.0, "comm/waited(ms)": 300.0}
-UNEVEN = LATE | {"tokens/behind_longest(%)": OverRanks(0, 50, 50, 5, 2)}
 COPIES = {"offload/to_device(ms)": 300.0, "offload/to_host(ms)": 90.0}
 OVER_HOSTS = {"degrees": {"replicate": 2, "shard": 4}}
+OFFLOAD = "Offload(optimizer='cpu')"
+OFFLOADED_INPUTS = "Offload(optimizer='device', activations='cpu')"
+HIDDEN = {"offload/beside(ms)": 700.0, "offload/exposed(ms)": 10.0}
 FAULTS = {  # by the code that must be found, and what is wrong
     "SW030 activations": run_of({"memory/max_active(%)": 95.0}, memory_line(25, 50)),
     "SW030 activations, and the allocator tries again": retries_of(run_of({}, memory_line(25, 50))),
@@ -185,13 +195,7 @@ FAULTS = {  # by the code that must be found, and what is wrong
         EXPOSED | {"comm/replicate(s)": 0.4, "comm/replicate_sent(MiB)": 4000.0}, **OVER_HOSTS
     ),
     "SW014 a network between hosts": run_of(
-        waited_for={
-            0: {4: 300.0, 1: 20.0},
-            4: {0: 300.0, 5: 20.0},
-            1: {5: 290.0, 0: 20.0},
-            5: {1: 290.0, 4: 20.0},
-        },
-        device="cpu",
+        waited_for=waits({(0, 4): 300.0, (0, 1): 20.0, (1, 5): 290.0, (4, 5): 20.0}), device="cpu"
     ),
     "SW033 files": run_of(
         {"time_metrics/optimizer(s)": 0.6}, offload="Offload(optimizer='nvme:/scratch')"
@@ -209,33 +213,15 @@ FAULTS = {  # by the code that must be found, and what is wrong
         device="cpu",
     ),
     "SW020 a straggler": run_of(LATE),
-    "SW024 uneven batches": run_of(UNEVEN),
-    "SW024 batches that are uneven in turn": in_turn(
-        run_of(
-            UNEVEN | {"comm/exposed(ms)": 300.0, "comm/waited(ms)": OverRanks(0, 300, 300, 5, 2)}
-        )
-    ),
-    "SW020 a straggler whose batches are a little longer": run_of(
-        UNEVEN | {"tokens/behind_longest(%)": OverRanks(0, 20, 20, 5, 2)}
-    ),
-    "SW020 a straggler, and another rank's batches are longer": run_of(
-        UNEVEN | {"tokens/behind_longest(%)": OverRanks(0, 50, 50, 4, 2)}
-    ),
-    "SW042 updates that round away": run_of(
-        {"numbers/lost_updates(%)": 40.0, "numbers/lost_updates_of_worst(%)": 45.0}
-    ),
-    "SW042 gains that stay 1.0": run_of(
-        {"numbers/lost_updates(%)": 2.0, "numbers/lost_updates_of_worst(%)": 99.0}
-    ),
-    "SW020 a straggler for no known reason": run_of(
-        {"comm/waited(ms)": OverRanks(20, 300, 310, 5, 2)}
-    ),
-    "SW040 overflows": run_of(
-        {"optimizer/skipped_steps": 0.5}, units=layers(2, dtype="float32 (computes in float16)")
-    ),
-    "SW040 a scale below 1": run_of(
-        values={"loss_scale": 0.25}, units=layers(2, dtype="float32 (computes in float16)")
-    ),
+    "SW024 uneven batches": run_of(LATE | longer(50)),
+    "SW024 batches that are uneven in turn": in_turn(run_of(LATE | longer(50))),
+    "SW020 a straggler whose batches are a little longer": run_of(LATE | longer(20)),
+    "SW020 a straggler, and another rank's batches are longer": run_of(LATE | longer(50, rank=4)),
+    "SW042 updates that round away": run_of(lost(40.0, 45.0)),
+    "SW042 gains that stay 1.0": run_of(lost(2.0, 99.0)),
+    "SW020 a straggler for no known reason": run_of(WAITED),
+    "SW040 overflows": run_of({"optimizer/skipped_steps": 0.5}, units=HALF),
+    "SW040 a scale below 1": run_of(values={"loss_scale": 0.25}, units=HALF),
     "SW041 a bad loss": run_of(values={"loss": None}),
     "SW004 one large unit": run_of(units=(unit("", full_bytes=20 * GIB), *layers(50))),
     "SW001 slices that are whole": run_of(units=layers(200, rank_bytes=LAYER)),
@@ -251,19 +237,11 @@ FAULTS = {  # by the code that must be found, and what is wrong
     ),
     "SW011 a bucket of the whole model": run_of(bucket_bytes=1 << 40),
     "SW011 a prefetch of the whole model": run_of(prefetch_bytes=1 << 40),
-    "SW013 a slow link": run_of(
-        waited_for={0: {1: 300.0, 2: 5.0}, 1: {0: 280.0}, 2: {0: 4.0}}, device="cpu"
-    ),
+    "SW013 a slow link": run_of(waited_for=waits({(0, 1): 280.0, (0, 2): 4.0}), device="cpu"),
     "SW021 a slow loader": run_of({"time_metrics/data_loading(s)": 0.3}),
-    "SW050 saves on the training thread": run_of(
-        {"checkpoint/stall(s)": 0.5, "checkpoint/save(s)": 0.6}
-    ),
-    "SW050 saves that are longer than the steps between them": run_of(
-        {"checkpoint/stall(s)": 0.4, "checkpoint/save(s)": 1.6}
-    ),
-    "SW050 a long copy of one rank's save": run_of(
-        {"checkpoint/stall(s)": OverRanks(0, 0, 0.4, 1, 2), "checkpoint/save(s)": 1.0}
-    ),
+    "SW050 saves on the training thread": run_of(saved(0.5, 0.6)),
+    "SW050 saves that are longer than the steps between them": run_of(saved(0.4, 1.6)),
+    "SW050 a long copy of one rank's save": run_of(saved(OverRanks(0, 0, 0.4, 1, 2), 1.0)),
     "SW050 torch.save of one rank": with_lines(OtherSave(8, "torch.save", 4.0)),
     "SW023 memory that ran out": with_lines(
         OutOfMemory(9, 2 * GIB, 70 * GIB, 80 * GIB, [Fix("stage=3", fits=True)]),
@@ -282,22 +260,12 @@ FAULTS = {  # by the code that must be found, and what is wrong
     "SW023 a rank that raised after others had lost it": replace(
         run_of(), by_rank={0: (ended("CollectiveError", follows=True),), 1: (ended("KeyError"),)}
     ),
-}
-
-
-OFFLOAD = "Offload(optimizer='cpu')"
-OFFLOADED_INPUTS = "Offload(optimizer='device', activations='cpu')"
-HIDDEN = {"offload/beside(ms)": 700.0, "offload/exposed(ms)": 10.0}
-FAULTS |= {
     "SW020 waits for a slow rank, which are no slow network": run_of(
         LATE | {"comm/exposed(ms)": LATE["comm/waited(ms)"]}
     ),
     "SW020 a slow rank on a CPU": run_of(LATE, device="cpu"),
     "SW021 a slow loader of one rank, which is no straggler": run_of(
-        {
-            "comm/waited(ms)": OverRanks(20, 300, 310, 5, 2),
-            "time_metrics/data_loading(s)": OverRanks(0.01, 0.01, 0.3, 1, 5),
-        }
+        WAITED | {"time_metrics/data_loading(s)": OverRanks(0.01, 0.01, 0.3, 1, 5)}
     ),
     "SW032 inputs that are copied": run_of(
         HIDDEN | {"offload/exposed(ms)": 400.0}, offload=OFFLOADED_INPUTS
@@ -384,21 +352,10 @@ def test_a_rank_that_is_late_now_and_then_is_told_once_it_is_no_chance(every, is
     }
     usual, slow = run_of(), run_of(late)
     lines = [(slow if n % every == 0 else usual).steps[n] for n in range(len(usual.steps))]
-    found = diagnose(replace(usual, steps=tuple(lines))).findings
+    run = replace(usual, steps=tuple(lines))
+    found = diagnose(run).findings
     assert [(finding.code, finding.rank) for finding in found] == [("SW020", 5)] * is_told
-    others = [  # another rank each time
-        replace(
-            line,
-            metrics={
-                **line.metrics,
-                "comm/waited(ms)": OverRanks(20, 600, 610, n % 8, (n + 1) % 8),
-            },
-        )
-        if n % every == 0
-        else line
-        for n, line in enumerate(lines)
-    ]
-    assert not codes(replace(usual, steps=tuple(others)))
+    assert not codes(in_turn(run))
 
 
 @pytest.mark.parametrize(
@@ -509,6 +466,11 @@ def test_a_rule_abstains_where_a_figure_of_a_line_is_no_number(code, name, tmp_p
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     missing = {each.code: each.missing for each in diagnose(read_ends(tmp_path)).abstentions}
     assert missing[code] == f"the figure {name}"
+
+
+def test_a_slow_loader_explains_a_straggler_of_its_own_rank_alone():
+    loader, late = (Finding(c, "warning", "t", "v", {}, "w", rank=5) for c in ("SW021", "SW020"))
+    assert loader.explains(late) and not loader.explains(replace(late, rank=4))
 
 
 def test_a_rank_died_after_the_last_step_that_any_rank_knows_of():

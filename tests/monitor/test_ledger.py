@@ -9,7 +9,7 @@ from torch import nn
 
 from models import Checkpointed, Stack
 from ranks import on_ranks, run_ranks
-from shardwise import fully_shard, shard
+from shardwise import shard
 from shardwise.engine.parts import Parts
 from shardwise.monitor.describe import facts_of
 from shardwise.monitor.memory import owned_bytes
@@ -17,6 +17,7 @@ from shardwise.monitor.spans import length
 from shardwise.parallel import MixtureOfExperts
 from shardwise.parallel.routing import Routing
 from shardwise.svg import order_of_kinds
+from trainer import sharded_by_block
 
 
 def blocks_of(found):
@@ -38,16 +39,6 @@ def plain_tensors():
     ]
 
 
-def sharded_model(way):
-    torch.manual_seed(0)
-    if way != "fully_shard":
-        return shard(Checkpointed(), stage=int(way))
-    model = Checkpointed()
-    for block in model.blocks:
-        fully_shard(block)
-    return fully_shard(model)
-
-
 @pytest.mark.parametrize(
     ("way", "world_size"), [("0", 3), ("1", 3), ("2", 1), ("3", 3), ("fully_shard", 3)]
 )
@@ -57,7 +48,9 @@ def test_the_ledger_has_every_block_of_the_engines_and_no_other(rank, world_size
     gc.disable()  # what is freed must be freed by its last reference
     batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))
     before = blocks_of(plain_tensors())
-    model = sharded_model(way)
+    torch.manual_seed(0)
+    made = Checkpointed()
+    model = sharded_by_block(made) if way == "fully_shard" else shard(made, stage=int(way))
     optimizer = torch.optim.AdamW(model.parameters())
     parts = Parts(model)
     moments = []

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from faults import Normed, NormedIn16Bits
 from models import Checkpointed, Stack
-from ranks import RankError, hearing, on_ranks, run_ranks
+from ranks import RankError, on_ranks, run_ranks
 from shardwise import Checkpoints, Precision, accumulate, fully_shard, observe, shard
 from shardwise.checkpoint.save_load import Loaded
 from shardwise.debug import stats
@@ -36,6 +36,7 @@ from shardwise.monitor.metrics import (
     OverSteps,
 )
 from shardwise.monitor.record import End, Restart, Timeline, read_run
+from trainer import logged, sharded_by_block
 
 STEPS = 13
 
@@ -53,13 +54,8 @@ def train(model, optimizer, run, rank, steps=STEPS):
 
 def observed(rank, world_size, output, way):
     torch.manual_seed(0)
-    if way == "fully_shard":
-        model = Checkpointed()
-        for block in model.blocks:
-            fully_shard(block)
-        fully_shard(model)
-    else:
-        model = shard(Checkpointed(), stage=int(way))
+    made = Checkpointed()
+    model = sharded_by_block(made) if way == "fully_shard" else shard(made, stage=int(way))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     before = stats(model)
     with observe(model, optimizer, output, detail_every=6) as run:
@@ -70,10 +66,7 @@ def observed(rank, world_size, output, way):
     return {"sent": sent, "last": run.latest.step if run.latest else 0}
 
 
-RUNS = [("0", 3), ("3", 1), ("3", 3), ("fully_shard", 3)]
-
-
-@pytest.fixture(scope="module", params=RUNS, ids=str)
+@pytest.fixture(scope="module", params=[("0", 3), ("3", 1), ("3", 3), ("fully_shard", 3)], ids=str)
 def ran(request, tmp_path_factory):
     """Return a way to shard, its ranks, the record of its run, and what the ranks returned."""
     (way, world_size), folder = request.param, tmp_path_factory.mktemp("run")
@@ -231,7 +224,7 @@ def write_too_much(rank, world_size, output):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         with (
-            hearing() as heard,
+            logged() as heard,
             observe(model, optimizer, output, sinks=[] if output else [sink]) as run,
         ):
             if rank == 0 and output:
@@ -279,7 +272,7 @@ def goes_on(rank, world_size, output, steps, breaks_at=None):
     """Take steps from the last copy on; rank 1 breaks in one. Return what was logged."""
     model = shard(Stack(), stage=3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with hearing() as heard, Checkpoints(f"{output}/checkpoints", model, optimizer) as kept:
+    with logged() as heard, Checkpoints(f"{output}/checkpoints", model, optimizer) as kept:
         loaded = kept.load()
         first = loaded.step + 1 if loaded else 1
         with observe(model, optimizer, output, every=1, resumed=loaded) as run:

@@ -8,11 +8,12 @@ import torch
 from torch import nn
 
 from models import Stack
-from ranks import hearing, start_ranks
+from ranks import start_ranks
 from shardwise import observe, shard
 from shardwise.device import memory_in_use_bytes
 from shardwise.monitor.memory import asked_bytes, is_out_of_memory
 from shardwise.monitor.record import OutOfMemory, read_run
+from trainer import logged
 
 BIG = 1 << 34  # elements: more than the limit of the test, whatever the machine has
 
@@ -45,7 +46,7 @@ def run_out(rank, world_size, output, where):
     model = shard(GreedyStack(), stage=2)
     optimizer = torch.optim.AdamW(model.parameters())
     failing = pytest.raises(RuntimeError, match="can't allocate memory")
-    with hearing() as heard, failing, observe(model, optimizer, output):
+    with logged() as heard, failing, observe(model, optimizer, output):
         for step in range(3):
             setattr(model.blocks[1], where, step == 2)
             model(torch.randn(4, 8)).sum().backward()

@@ -6,8 +6,8 @@ import pytest
 
 from browser import browser, look_at
 from commands import call_command
-from records import write_record
-from shardwise.monitor.findings import Change, Diagnosis, Finding, Gain
+from records import FINDINGS, write_record
+from shardwise.monitor.findings import Diagnosis
 from shardwise.monitor.page import ShownRun, report_html
 from shardwise.monitor.record import read_run
 
@@ -25,15 +25,7 @@ def pages(tmp_path_factory):
         read_run(write_record(folder / name, device=device))
         for name, device in (("run", "cpu"), ("other", "NVIDIA H100 80GB HBM3"))
     )
-    changes = (Change("bucket_bytes", 1, "32MiB"),)
-    gain = Gain(0.5, "s/step", "the plan", 0.75)
-    findings = (
-        Finding(
-            "A9", "critical", "large", "verdict", {"share": 0.25}, "why", changes, gain, rank=1
-        ),
-        Finding("B1", "warning", "small", "verdict", {"x": 2.0}, "why"),
-    )
-    judged = Diagnosis(findings)
+    judged = Diagnosis(FINDINGS)
     return {
         "one run": report_html([ShownRun("run", run, judged)]),
         "two runs": report_html([ShownRun("run", run), ShownRun("other", other, judged)]),

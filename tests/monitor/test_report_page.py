@@ -15,12 +15,12 @@ from xml.etree import ElementTree
 import pytest
 
 from commands import call_command
-from records import facts, memory, step_line, write_record
+from records import FINDINGS, facts, memory, step_line, write_record
 from shardwise import svg
 from shardwise.charts import Bar, areas_chart
 from shardwise.errors import ConfigError
 from shardwise.keys import checked_value
-from shardwise.monitor.findings import Change, Diagnosis, Finding, Gain
+from shardwise.monitor.findings import Change, Diagnosis, Finding
 from shardwise.monitor.lines import read_lines, read_newest
 from shardwise.monitor.metrics import (
     ENGINE,
@@ -221,6 +221,12 @@ def test_a_kind_of_work_has_one_word_and_one_colour_in_bars_and_timelines(tmp_pa
     assert {"forward", "backward", "optimizer", "waiting for others"} <= timeline.keys()
     for word in ("forward", "backward", "waiting for others"):
         assert bars[word] == timeline[word] == tables["work"][word]
+    shown = [
+        {name: colour for colour, name in re.findall(r'background: (#\w+)"></span>([^<]+)<', each)}
+        for each in re.findall(r"<figcaption>(.*?)</figcaption>", page)
+    ]
+    for legend, drawn in zip(shown, (bars, timeline), strict=False):
+        assert legend and legend.items() <= drawn.items()
 
 
 def test_the_loss_of_one_run_is_drawn_with_its_held_out_values(tmp_path):
@@ -296,15 +302,8 @@ def test_the_memory_picture_has_every_moment_and_the_plan():
 
 
 def test_findings_are_told_with_change_and_gain(tmp_path):
-    small = Finding("B1", "warning", "small", "verdict b", {"x": 2.0}, "why b")
-    large = Finding(
-        *("A9", "critical", "large", "verdict a", {"exposed_share": 0.25}, "why a"),
-        changes=(Change("bucket_bytes", 1, "32MiB"),),
-        gain=Gain(0.5, "s/step", "the plan", 0.75),
-        rank=1,
-    )
     record = read_run(write_record(tmp_path))
-    page = report_html([ShownRun("a", record, Diagnosis((large, small)))])
+    page = report_html([ShownRun("a", record, Diagnosis(FINDINGS))])
     assert page.index("verdict a") < page.index("verdict b")
     for words in ("bucket_bytes: 32MiB (now 1)", "0.5 to 0.75", "the plan", "0.25", "rank 1"):
         assert words in page
@@ -412,6 +411,9 @@ def test_the_spans_of_a_trace_are_those_of_the_record(tmp_path):
             assert abs(event["dur"] - 1e3 * length_ms) < 0.21
     names = {e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"}
     assert names == {"rank 0", "rank 1", "rank 2"}
+    steps = [[(e["name"], e["ts"]) for e in found[rank, "steps"]] for rank in range(3)]
+    assert [name for name, _ in steps[0]] == ["step 2", "step 12", "step 22", "step 32"]
+    assert steps[0] == steps[1] == steps[2]
 
 
 def test_no_two_spans_of_a_thread_overlap(tmp_path):
@@ -424,10 +426,3 @@ def test_no_two_spans_of_a_thread_overlap(tmp_path):
     for events in events_of(recorded_trace(read_run(tmp_path))).values():
         for one, other in pairwise(sorted(events, key=lambda e: e["ts"])):
             assert round(10 * (one["ts"] + one["dur"])) <= round(10 * other["ts"])
-
-
-def test_steps_follow_each_other_and_begin_together_on_all_ranks(tmp_path):
-    found = events_of(recorded_trace(read_run(write_record(tmp_path))))
-    steps = [found[rank, "steps"] for rank in (0, 1)]
-    assert [e["name"] for e in steps[0]] == ["step 2", "step 12", "step 22", "step 32"]
-    assert [e["ts"] for e in steps[0]] == [e["ts"] for e in steps[1]]

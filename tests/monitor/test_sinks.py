@@ -52,21 +52,22 @@ def test_every_figure_has_a_name_and_extremes_where_ranks_differ():
 def test_tensorboard_gets_a_scalar_of_each(monkeypatch):
     told = Told()
     stand_in(monkeypatch, "torch.utils.tensorboard", SummaryWriter=lambda folder: told)
-    sink = TensorBoard("runs/a")
-    sink.write(LINE)
-    sink.close()
+    write_and_close(TensorBoard("runs/a"))
     *scalars, end = told.calls
     assert {args[0]: args[1] for _, args, _ in scalars} == FLAT
     assert {args[2] for _, args, _ in scalars} == {7} and end[0] == "close"
+
+
+def write_and_close(sink):
+    sink.write(LINE)
+    sink.close()
 
 
 @pytest.mark.parametrize("is_given", [True, False])
 def test_wandb_ends_only_a_run_that_it_began(is_given, monkeypatch):
     told = Told()
     stand_in(monkeypatch, "wandb", init=lambda **options: told.begin(**options))
-    sink = WandB(told) if is_given else WandB(project="p")
-    sink.write(LINE)
-    sink.close()
+    write_and_close(WandB(told) if is_given else WandB(project="p"))
     log = ("log", (FLAT,), {"step": 7})
     begun, ended = ("begin", (), {"project": "p"}), ("finish", (), {})
     assert told.calls == ([log] if is_given else [begun, log, ended])
@@ -78,9 +79,7 @@ def test_mlflow_takes_the_active_run_and_names_that_it_allows(is_active, monkeyp
     members = {name: getattr(told, name) for name in ("start_run", "log_metrics", "end_run")}
     active = SimpleNamespace() if is_active else None
     stand_in(monkeypatch, "mlflow", active_run=lambda: active, **members)
-    sink = MLflow(run_name="a")
-    sink.write(LINE)
-    sink.close()
+    write_and_close(MLflow(run_name="a"))
     names = [name for name, _, _ in told.calls]
     assert names == (["log_metrics"] if is_active else ["start_run", "log_metrics", "end_run"])
     ((named,), options) = next(c[1:] for c in told.calls if c[0] == "log_metrics")

@@ -20,9 +20,9 @@ from shardwise.monitor.metrics import (
     OFFLOAD_EXPOSED_MS,
     OFFLOAD_MS,
     OVERLAP_SHARE,
+    TRANSFER_MS,
     TRANSFERS,
     step_metrics,
-    transfers_ms,
 )
 from shardwise.monitor.record import Timeline, read_run
 from shardwise.monitor.spans import (
@@ -291,9 +291,9 @@ def test_every_copy_of_offloaded_state_is_told_with_its_bytes(place, world_size,
     last = record.steps[-1].metrics
     for kind in TRANSFERS:
         if kind.startswith("to_") or place == "nvme":
-            assert last[transfers_ms(kind)].min >= 0
+            assert last[TRANSFER_MS.format(kind)].min >= 0
         else:
-            assert transfers_ms(kind) not in last
+            assert TRANSFER_MS.format(kind) not in last
 
 
 def _check_turns(in_files, num_steps, resting):

@@ -100,11 +100,6 @@ def test_a_run_whose_first_step_goes_on_says_so(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["step"] == 0
 
 
-def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
-    assert run_command([str(tmp_path), "--once"]) == 2
-    assert "no observed run" in capsys.readouterr().err
-
-
 def test_a_sparkline_reaches_from_the_lowest_to_the_highest_block():
     assert sparkline([0, 3.5, 7]) == "▁▅█" and sparkline([2, 2]) == "▁▁" and sparkline([]) == ""
 

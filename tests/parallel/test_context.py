@@ -247,61 +247,37 @@ def test_what_would_train_on_a_part_without_a_word_is_refused(rank, num_ranks):
     with pytest.raises(ConfigError, match=r"its axes \('dp_shard',\) name no 'cp'"):
         shardwise.parallel.ContextParallel(make(), shardwise.Axes()["dp_shard"])
 
+    model = shardwise.shard(make(), mesh=axes)
+    context = shardwise.parallel.ContextParallel(model, axes, method="heads")
+    part = torch.zeros(1, 5, 12 // num_ranks, 4)
+    mask = torch.ones(12 // num_ranks, 12 // num_ranks, dtype=torch.bool)
+
+    def refused(match, *tensors, of=context, query=None, documents=None, **how):
+        """Cut tensors, and call attention if there is a query."""
+        with pytest.raises(ConfigError, match=match), of.cut(*tensors, documents=documents):
+            if query is not None:
+                F.scaled_dot_product_attention(query, query, query, **how)
+
     # Weight gradients must be summed over cp, also where it is the only axis (torchtitan#685).
     meshes = init_device_mesh("cpu", (num_ranks, 1), mesh_dim_names=("other", "own"))
     apart = shardwise.shard(make(), mesh=meshes["own"])
-    with (
-        pytest.raises(ConfigError, match="its gradients are not summed over the axis 'cp'"),
-        shardwise.parallel.ContextParallel(apart, axes).cut(ids),
-    ):
-        pass
-
-    model = shardwise.shard(make(), mesh=axes)
-    context = shardwise.parallel.ContextParallel(model, axes, method="heads")
+    apart = shardwise.parallel.ContextParallel(apart, axes)
+    refused("its gradients are not summed over the axis 'cp'", ids, of=apart)
     # A model whose attention is not found would train on its own part (torchtitan#2808).
-    with (
-        pytest.raises(ConfigError, match=f"no attention over parts of {12 // num_ranks} tokens"),
-        context.cut(ids) as (part, positions),
-    ):
-        assert part.shape == positions.shape == (1, 12 // num_ranks)
-    with (
-        pytest.raises(ConfigError, match=r"along dim 1 the tensors have \[12, 11\] tokens"),
-        context.cut(ids, ids[:, 1:]),
-    ):
-        pass
-    with pytest.raises(ConfigError, match="give it the tensors"), context.cut():
-        pass
-    part = torch.zeros(1, 5, 12 // num_ranks, 4)
-    with (
-        pytest.raises(ConfigError, match=f"cp={num_ranks} does not divide the 5 heads"),
-        context.cut(ids),
-    ):
-        F.scaled_dot_product_attention(part, part, part)
-    mask = torch.ones(12 // num_ranks, 12 // num_ranks, dtype=torch.bool)
-    with (
-        pytest.raises(ConfigError, match=r"the mask has the shape .* of all its tokens"),
-        context.cut(ids),
-    ):
-        F.scaled_dot_product_attention(part, part, part, attn_mask=mask)
-    with (
-        pytest.raises(ConfigError, match="there is a mask beside documents="),
-        context.cut(ids, documents=[4, 8]),
-    ):
-        F.scaled_dot_product_attention(part, part, part, attn_mask=mask)
-    part = torch.zeros(1, 5, 12 // num_ranks, 4)
-    with (
-        pytest.raises(ConfigError, match="by ring: documents are packed, which torch's ring"),
-        shardwise.parallel.ContextParallel(model, axes, method="ring").cut(ids, documents=[4, 8]),
-    ):
-        F.scaled_dot_product_attention(part, part, part, is_causal=True)
-    with (
-        pytest.raises(ConfigError, match="there is a mask beside is_causal=True"),
-        context.cut(ids),
-    ):
-        F.scaled_dot_product_attention(part, part, part, attn_mask=mask, is_causal=True)
-    with pytest.raises(ConfigError, match="got a DTensor"), context.cut(ids):
-        of_rank = DTensor.from_local(part, axes["tp"], [Shard(1)])
-        F.scaled_dot_product_attention(of_rank, of_rank, of_rank, is_causal=True)
+    refused(f"no attention over parts of {12 // num_ranks} tokens", ids)
+    refused(r"along dim 1 the tensors have \[12, 11\] tokens", ids, ids[:, 1:])
+    refused("give it the tensors")
+    refused(f"cp={num_ranks} does not divide the 5 heads", ids, query=part)
+    refused("the mask has the shape .* of all its tokens", ids, query=part, attn_mask=mask)
+    packed = {"documents": [4, 8], "query": part}
+    refused("there is a mask beside documents=", ids, attn_mask=mask, **packed)
+    ring = shardwise.parallel.ContextParallel(model, axes, method="ring")
+    packed_ring = "by ring: documents are packed, which torch's ring"
+    refused(packed_ring, ids, of=ring, is_causal=True, **packed)
+    both = {"attn_mask": mask, "is_causal": True}
+    refused("there is a mask beside is_causal=True", ids, query=part, **both)
+    of_rank = DTensor.from_local(part, axes["tp"], [Shard(1)])
+    refused("got a DTensor", ids, query=of_rank, is_causal=True)
     # Attention of the outer one would be computed over the inner one's documents.
     with context.cut(ids, documents=[4, 8]):
         with (
@@ -332,7 +308,6 @@ def test_what_would_train_on_a_part_without_a_word_is_refused(rank, num_ranks):
 
 @on_ranks(4)
 def test_contexts_of_one_model_are_over_their_own_ranks(num_ranks):
-    """A run that takes longer sequences from some step on makes another context."""
     model = shardwise.shard(nn.Linear(1, 1))
     sent = 0
     for cp in (2, num_ranks):

@@ -2,11 +2,10 @@
 
 import copy
 
-import pytest
 import torch
 import torch.distributed as dist
 
-from ranks import run_ranks
+from ranks import on_ranks
 from shardwise.comm.exchange import Exchange
 from shardwise.mesh import Axis
 
@@ -16,7 +15,8 @@ def world(rank, num_ranks):
     return Axis("cp", dist.group.WORLD, rank, num_ranks, "gloo")
 
 
-def gathers_and_sums_gradients(rank, num_ranks):
+@on_ranks(1, 2, 3)
+def test_a_gather_sums_the_gradients_of_all_ranks(rank, num_ranks):
     exchange = Exchange(world(rank, num_ranks), "(sequence)")
     for dtype in (torch.float32, torch.bfloat16):
         parts = torch.randn(num_ranks, 2, 3, generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -38,7 +38,8 @@ def gathers_and_sums_gradients(rank, num_ranks):
     assert copy.deepcopy(exchange).traffic.sent_bytes.total() == 0
 
 
-def rows_go_there_and_back(rank, num_ranks):
+@on_ranks(1, 2, 3)
+def test_rows_go_to_other_ranks_and_their_gradients_come_back(rank, num_ranks):
     exchange = Exchange(world(rank, num_ranks), "(experts)")
     counts = [[(3 * r + 2 * s) % 4 for s in range(num_ranks)] for r in range(num_ranks)]
     counts[-1] = [0] * num_ranks if num_ranks > 1 else counts[-1]  # who has nothing to send
@@ -57,8 +58,8 @@ def rows_go_there_and_back(rank, num_ranks):
     assert exchange.traffic.sent_bytes.total() == (away + back) * 8
 
 
-def rows_are_divided_and_joined(rank, num_ranks):
-    """Ranks that have the same rows each take a part; gradients are those of the whole."""
+@on_ranks(1, 2, 3)
+def test_rows_are_divided_and_joined(rank, num_ranks):
     exchange = Exchange(world(rank, num_ranks), "(tokens)")
     for num_rows in (0, 1, 5):
         rows = torch.arange(num_rows * 2.0).view(-1, 2).requires_grad_()
@@ -78,10 +79,3 @@ def rows_are_divided_and_joined(rank, num_ranks):
     assert sent["cp.all_reduce"] == (32 if num_ranks > 1 else 0)
     shares = sum(-(-n // num_ranks) for n in (1, 5))
     assert sent["cp.all_gather"] == 2 * shares * 8 * (num_ranks - 1)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_what_ranks_exchange_arrives_and_gradients_go_the_way_back(num_ranks):
-    run_ranks(gathers_and_sums_gradients, num_ranks)
-    run_ranks(rows_go_there_and_back, num_ranks)
-    run_ranks(rows_are_divided_and_joined, num_ranks)

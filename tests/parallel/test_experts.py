@@ -30,6 +30,7 @@ from shardwise.parallel.routing import Routing, balance_experts
 from shardwise.plan.model.decoder import PlainDecoder
 from shardwise.plan.model.shapes import DecoderShape, Experts
 from shardwise.train.decoder import spread_decoder
+from trainer import full
 
 DIM, FFN, EXPERT, HEAD, VOCAB, LENGTH, LAYERS = 8, 10, 12, 4, 13, 5, 2
 STEPS = 3
@@ -103,13 +104,9 @@ SUMS = (
 )
 
 
-def whole(tensor):
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
 def alike(ours, theirs, roundings, what, precision):
     """Within the roundings of fp32; in bf16 a rank's sum is rounded, and what is made of it."""
-    ours, theirs = whole(ours).detach(), theirs.detach()
+    ours, theirs = full(ours), theirs.detach()
     if precision == "bf16":
         ours, theirs, roundings = ours.bfloat16(), theirs.bfloat16(), 12
     assert_rounded_alike(ours, theirs, roundings, what)
@@ -140,7 +137,7 @@ def step_of(model, optimizer, parts):
         else:
             with shardwise.accumulate(model, last=number == len(parts) - 1):
                 (model(ids, targets) / len(parts)).backward()
-    grads = {name: whole(p.grad).detach().clone() for name, p in model.named_parameters()}
+    grads = {name: full(p.grad) for name, p in model.named_parameters()}
     norm = shardwise.parallel.clip_grad_norm_(model.parameters(), 0.5)
     optimizer.step()
     optimizer.zero_grad()
@@ -215,9 +212,9 @@ def trains_as_one_process_does(cell):
         assert grads.keys() == wanted.keys()
         for name, grad in grads.items():
             alike(grad, wanted[name], roundings, f"gradient of {name}, {what}", cell.precision)
-        alike(norm, whole(right), roundings, f"norm, {what}", cell.precision)
+        alike(norm, full(right), roundings, f"norm, {what}", cell.precision)
         for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
-            alike(p, whole(q), roundings, f"{name}, {what}", cell.precision)
+            alike(p, full(q), roundings, f"{name}, {what}", cell.precision)
         for (name, b), c in zip(model.named_buffers(), plain.buffers(), strict=True):
             assert torch.equal(b, c), f"{name}, {what}"
     if cell.biased:
@@ -332,8 +329,8 @@ def test_ranks_without_tokens_and_experts_without_tokens_take_part(rank, num_ran
         roundings = of_gradient(DIM, DIM, 12, DIM, EXPERT, 2, DIM, over=9)
         assert_rounded_alike(total / num_ranks, whole_balance.detach(), roundings, "balance")
         for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
-            assert_rounded_alike(whole(p.grad), q.grad, roundings, name)
-        gates = whole(model.moe.experts.gate.grad)
+            assert_rounded_alike(full(p.grad), q.grad, roundings, name)
+        gates = full(model.moe.experts.gate.grad)
         assert gates[:2].any() and not gates[2:].any()
         balance_experts(model, 0.0)  # forgets the load
         balance_experts(plain, 0.0)
@@ -355,9 +352,9 @@ def saved(rank, num_ranks, folder, cells):
         ids, targets = (t.chunk(rows)[place] for t in batch_of(1, 0, 12))
         step_of(model, optimizer, [(ids, targets)])
         shardwise.save(folder / name, model, optimizer)
-        state = {n: whole(p).detach() for n, p in model.named_parameters()}
+        state = {n: full(p) for n, p in model.named_parameters()}
         state |= {
-            f"{n} moment": whole(optimizer.state[p]["exp_avg"]) for n, p in model.named_parameters()
+            f"{n} moment": full(optimizer.state[p]["exp_avg"]) for n, p in model.named_parameters()
         }
         state |= dict(model.named_buffers())
         if rank == 0:
@@ -379,8 +376,8 @@ def holds(model, optimizer, folder, name):
     for key, p in model.named_parameters():
         if "blocks.0." in key:
             continue  # the dense layer, which other tests have
-        assert torch.equal(whole(p), state[key]), f"{key} of {name}"
-        moment = whole(optimizer.state[p]["exp_avg"])
+        assert torch.equal(full(p), state[key]), f"{key} of {name}"
+        moment = full(optimizer.state[p]["exp_avg"])
         assert torch.equal(moment, state[f"{key} moment"]), f"{key} of {name}"
     for key, buffer in model.named_buffers():
         if key.endswith("bias"):
@@ -413,7 +410,6 @@ def test_checkpoints_of_any_degree_of_ep_load_into_any_other(tmp_path):
 
 @on_ranks(3)
 def test_a_decoder_on_meta_gets_the_same_experts_for_any_ep(rank, num_ranks):
-    """Experts that are drawn after they were spread are those of one process."""
     found = []
     for ep in (1, num_ranks):
         axes = shardwise.Axes(ep=ep)
@@ -422,7 +418,7 @@ def test_a_decoder_on_meta_gets_the_same_experts_for_any_ep(rank, num_ranks):
         spread_experts(model, axes)
         torch.manual_seed(7 + rank)
         shardwise.shard(model, mesh=axes, units=Units(experts="*.experts"))
-        found.append([*map(whole, model.parameters()), *model.buffers()])
+        found.append([*map(full, model.parameters()), *model.buffers()])
     for a, b in zip(*found, strict=True):
         assert torch.equal(a, b) and not a.is_meta
 
@@ -439,7 +435,7 @@ def test_experts_keep_their_own_values_and_copies_of_them_stay_the_same(rank, nu
         plain = cell.make()
         model = cell.compose(cell.make(), shardwise.Axes(**cell.degrees))
         for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
-            assert torch.equal(whole(p), q), name
+            assert torch.equal(full(p), q), name
         description = shardwise.describe(model) if by == 3 else None
         for unit in description.units if description else ():
             cuts = {p.name: dict(p.cuts) for p in unit.params if ".experts." in p.name}
@@ -449,7 +445,7 @@ def test_experts_keep_their_own_values_and_copies_of_them_stay_the_same(rank, nu
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     step_of(model, optimizer, [(batch[0], batch[1])])
     for name, p in model.named_parameters():  # the copies on the other ranks of dp_replicate
-        mine = whole(p).detach().clone()
+        mine = full(p)
         copies = [torch.empty_like(mine) for _ in range(num_ranks)]
         dist.all_gather(copies, mine)
         assert all(torch.equal(mine, each) for each in copies), name
@@ -458,7 +454,6 @@ def test_experts_keep_their_own_values_and_copies_of_them_stay_the_same(rank, nu
 # -- axes of one rank
 @on_ranks(1, 2)
 def test_axes_of_one_rank_cost_no_collective_and_no_bit(rank, num_ranks):
-    """`spread_experts` over axes of one rank changes no bit and sends nothing."""
     found, sent = [], []
     for spreads in (False, True):
         cell = Cell(balance=0.1, biased=num_ranks == 1)
@@ -473,7 +468,7 @@ def test_axes_of_one_rank_cost_no_collective_and_no_bit(rank, num_ranks):
         assert not any(len(p.placements) > 1 for p in model.parameters())
         ids, targets = batch_of(rank, 0, 2)
         (model(ids, targets, with_balance=True)[0]).backward()
-        found.append([whole(p.grad) for p in model.parameters()])
+        found.append([full(p.grad) for p in model.parameters()])
         sent.append(dict(shardwise.debug.stats(model).num_collectives))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     loads = sent[1].pop("loss.all_reduce", 0)

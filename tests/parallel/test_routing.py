@@ -117,7 +117,6 @@ def test_a_bias_moves_by_the_sign_of_what_its_expert_lacks_and_changes_the_choic
 
 
 def test_biases_even_the_load_out():
-    """Tokens that all like the same experts come to be spread."""
     torch.manual_seed(0)
     router = Router(DIM, Routing(4, 1, "sigmoid", biased=True), std=0.3)
     x = torch.randn(200, DIM) + 1.0

@@ -1,8 +1,9 @@
-"""Host memory of a run with state off the device: at most five per cent more than its plan."""
+"""Host memory of a run with state off the device, and of copies for its checkpoints, as planned."""
 
 import ctypes
 import gc
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from ranks import run_ranks
-from shardwise import Offload, shard
+from shardwise import Checkpoints, Offload, shard
 from shardwise.device import HostTime
 from shardwise.engine.api import engine_of
 from shardwise.homes import folders_of
@@ -21,6 +22,8 @@ from shardwise.plan.step.play import play
 
 WIDTH, DEPTH, ROWS = 1024, 12, 2
 MMAP_THRESHOLD = -3  # of mallopt(3)
+ALIGNMENT = 64  # of a tensor in the copy that is written
+DESCRIPTION_BYTES = 1024  # at most, of a tensor in its file's header, index and manifest
 PLACES = [
     Offload("cpu", "cpu", "cpu"),
     Offload("device", "cpu", "nvme"),
@@ -121,3 +124,49 @@ def test_a_run_takes_the_host_memory_of_its_plan_and_five_per_cent_at_most(place
     assert played.host.total <= counted <= 1.05 * played.host.total
     here = played.host.total + played.resting.total  # the device is the host
     assert 0.95 * here <= grown <= 1.05 * here
+
+
+def copied(rank, world_size, stage, place, folder):
+    """Return what a rank's saves hold: the copy that is written, and all files in memory."""
+    model = shard(make_model(), stage=stage, units=nn.Linear, offload=place)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    with Checkpoints(
+        folder / "run", model, optimizer, memory_every=1, memory_folder=folder / "memory"
+    ) as checkpoints:
+        for step in (1, 2, 3):
+            loss_of(model, make_batch()).backward()
+            optimizer.step()
+            saving = checkpoints.copy_to_memory(step)
+            saving.wait()
+            engine_of(model).everyone.exchange(b"", 0)
+        files = [path for path in (folder / "memory").rglob("*") if path.is_file()]
+        return saving.held_bytes, sum(path.stat().st_size for path in files)
+
+
+@pytest.mark.parametrize(("stage", "world_size", "optimizer"), [(0, 3, ""), (3, 2, "nvme")])
+def test_copies_of_the_state_take_the_host_memory_of_their_plan(
+    stage, world_size, optimizer, tmp_path
+):
+    place = Offload("cpu", "cpu", f"nvme:{tmp_path}") if optimizer else None
+    candidate = Candidate(
+        stage=stage,
+        num_shards=world_size,
+        precision="fp32",
+        micro_batch=ROWS,
+        units=("Linear",),
+        offload=place or Offload(),
+        transport="point_to_point",
+    )
+    sizes = {"compute_dtype": "float32", "units": ("Linear",)}
+    tape = trace(make_model(), make_batch, loss_of, name="model", **sizes)
+    saved = play(tape, replace(candidate, save_every=1))
+    both = play(tape, replace(candidate, save_every=1, memory_every=1))
+    copy = saved.files if optimizer else saved.host
+    in_memory = both.host.checkpoint_copies - saved.host.checkpoint_copies
+
+    [(held, in_files), *_] = run_ranks(copied, world_size, stage, place, tmp_path)
+    num_tensors = 4 * DEPTH  # weights, two moments, step counts
+    assert copy.checkpoint_copies <= held <= copy.checkpoint_copies + num_tensors * ALIGNMENT
+    described = 2 * num_tensors * DESCRIPTION_BYTES * world_size
+    uneven = 2 * num_tensors * 4 * WIDTH * world_size  # a row more than the other ranks
+    assert in_files - described <= in_memory * world_size <= in_files + uneven

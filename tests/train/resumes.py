@@ -40,14 +40,14 @@ class Died(Exception):
 
 
 class CountsSteps:
-    """A `StopRequest` that never asks to stop, counts the steps, and dies in the n-th.
+    """A `StopRequest` that counts the steps, asks to stop after the n-th, or dies in it.
 
     It dies in the middle: the state has changed, and no other rank has heard of it.
     """
 
-    def __init__(self, die_in=None):
+    def __init__(self, die_in=None, stop_in=None):
         self.num_steps = 0
-        self._die_in = die_in
+        self._die_in, self._stop_in = die_in, stop_in
 
     def listen(self):
         pass
@@ -57,7 +57,7 @@ class CountsSteps:
         self.num_steps += 1
         if self.num_steps == self._die_in:
             raise Died
-        return False
+        return self.num_steps == self._stop_in
 
 
 def write_text(folder):

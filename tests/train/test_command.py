@@ -4,7 +4,6 @@ How processes are started is in `programs`; ../test_wheel.py launches ranks as a
 """
 
 import argparse
-import json
 import os
 import re
 import signal
@@ -13,19 +12,15 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-import torch
 import yaml
 
 from commands import run_alone
 from programs import is_running, run_program, start_program
-from ranks import HANG_S, run_ranks
+from ranks import HANG_S
+from resumes import lines_of
 from shardwise.cli.train import read_place
 from shardwise.errors import ConfigError
-from shardwise.train.checks import check_run
-from shardwise.train.config import load_config
 from shardwise.train.launch import RankPlace, StopRequest
-from shardwise.train.loop import train_prepared
-from shardwise.train.setup import prepare_run
 
 SOURCES = Path(__file__).parents[2] / "src"
 TINY = "dim: 32\nlayers: 2\nheads: 2\nseq: 32\nmicro_batch: 2\nsample_tokens: 4\neval_windows: 3\n"
@@ -36,10 +31,6 @@ def tiny(tmp_path):
     path = tmp_path / "tiny.yaml"
     path.write_text(TINY + f"data: {argparse.__file__}\noutput: {tmp_path / 'run'}\n")
     return path
-
-
-def metrics(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_importing_the_command_line_imports_nothing_heavy():
@@ -62,16 +53,6 @@ def test_help_names_every_flag_and_choice_in_full_within_80_columns():
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 
-def test_a_bad_config_ends_with_code_2_before_anything_starts(tmp_path):
-    path = tmp_path / "bad.yaml"
-    path.write_text(f"dp_replicate: 3\nranks: 2\noutput: {tmp_path / 'run'}\n")
-    done = run_program("shardwise", "train", path)
-    assert done.returncode == 2
-    assert "dp_replicate=3 does not divide 2 ranks" in done.stderr
-    assert done.stdout == ""
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_place_is_read_from_what_torchrun_sets():
     environment = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     assert read_place(environment) == RankPlace(3, 4, 1, 2)
@@ -83,24 +64,6 @@ def test_a_place_is_read_from_what_torchrun_sets():
 
 
 @pytest.mark.slow
-def test_what_a_search_varies_can_be_asked_of_a_run(tiny):
-    flags = (
-        *("--dp-replicate", 2, "--units", "Block,TokenEmbedding", "--steps", 3),
-        *("--prefetch-bytes", 0, "--bucket-bytes", 0, "--predicted-step-s", 1),
-    )
-    one_rank = ("--steps", 3, "--output", tiny.parent / "alone")
-    done = run_program("shardwise", "train", tiny, *flags, num_ranks=2)
-    assert done.returncode == 0, done.stderr
-    assert "predicted     step time 1 s, measured" in done.stdout
-    alone = run_program("shardwise", "train", tiny, *one_rank)
-    assert alone.returncode == 0, alone.stderr
-    run = tiny.parent / "run"
-    assert yaml.safe_load((run / "config.yaml").read_text())["units"] == ["Block", "TokenEmbedding"]
-    states = [metrics(folder)[2]["state_bytes"] for folder in (run, tiny.parent / "alone")]
-    assert states[0] == states[1]  # two replicas: each holds the whole
-
-
-@pytest.mark.slow
 def test_two_ranks_train_end_to_end(tiny):
     flags = ("--ranks", 2, "--steps", 6, "--eval-every", 3, "--check-gradients")
     done = run_program("shardwise", "train", tiny, *flags, launches=True)
@@ -108,7 +71,7 @@ def test_two_ranks_train_end_to_end(tiny):
     assert done.returncode == 0, err
     assert re.fullmatch(r"(step .* left\n)*step 6 of 6: loss .* tokens/s, took .*\n", err), err
     run = tiny.parent / "run"
-    lines = metrics(run)
+    lines = lines_of(run)
     steps = [line for line in lines if "loss" in line]
     assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
     assert [line["step"] for line in lines if "eval_loss" in line] == [3, 6]
@@ -132,36 +95,19 @@ def test_two_ranks_train_end_to_end(tiny):
     ],
 )
 def test_a_signal_ends_all_ranks_after_their_step(tiny, number, flags, hint):
-    job = start_program(
-        tiny.parent,
-        "shardwise",
-        "train",
-        tiny,
-        "--ranks",
-        2,
-        "--steps",
-        100_000,
-        *flags,
-        launches=True,
-    )
-    path = tiny.parent / "run" / "metrics.jsonl"
-    wait_for_a_step(tiny)
+    job = start_training(tiny, *flags)
     os.killpg(job.pid, number)
     code, out, err = job.finish()
-    lines = metrics(path.parent)
-    last = max(line["step"] for line in lines)
+    last = max(line["step"] for line in lines_of(tiny.parent / "run"))
     told = re.fullmatch(r"(step .* left\n)*step ([\d,]+) of 100,000: loss .*, took .*\n", err)
     assert code == 130 and told is not None and told[2] == f"{last:,}", err
     assert out.strip() == f"stopped after step {last}, as asked{hint}"
-    assert (path.parent / "checkpoints" / f"step-{last:08d}").exists() is bool(flags)
+    assert (tiny.parent / "run/checkpoints" / f"step-{last:08d}").exists() is bool(flags)
 
 
 @pytest.mark.slow
 def test_a_rank_that_dies_is_named(tiny):
-    job = start_program(
-        tiny.parent, "shardwise", "train", tiny, "--ranks", 2, "--steps", 100_000, launches=True
-    )
-    wait_for_a_step(tiny)
+    job = start_training(tiny)
     other, victim = job.ranks
     os.kill(other, signal.SIGSTOP)  # it would fail too, and perhaps be seen first
     os.kill(victim, signal.SIGKILL)
@@ -172,10 +118,13 @@ def test_a_rank_that_dies_is_named(tiny):
     assert "was killed by SIGKILL" in err
 
 
-def wait_for_a_step(tiny):
-    """Wait until a step was written."""
+def start_training(tiny, *flags):
+    """Start two ranks that train for long; return them after a step."""
+    flags = ("--ranks", 2, "--steps", 100_000, *flags)
+    job = start_program(tiny.parent, "shardwise", "train", tiny, *flags, launches=True)
     path = tiny.parent / "run" / "metrics.jsonl"
     wait_until(lambda: path.exists() and path.stat().st_size > 0)
+    return job
 
 
 def wait_until(condition):
@@ -184,19 +133,9 @@ def wait_until(condition):
         time.sleep(0.02)
 
 
-def go_on(rank, world_size, path, flags):
-    config = check_run(load_config(path, flags), world_size)
-    place = RankPlace(rank, world_size, rank, world_size)
-    train_prepared(prepare_run(config, place, torch.device("cpu")), StopRequest())
-
-
 @pytest.mark.slow
 def test_the_ranks_of_a_killed_launcher_save_and_end(tiny):
-    saving = ["--ranks", 2, "--save-every", 90_000]
-    job = start_program(
-        tiny.parent, "shardwise", "train", tiny, *saving, "--steps", 100_000, launches=True
-    )
-    wait_for_a_step(tiny)
+    job = start_training(tiny, "--save-every", 90_000)
     ranks = job.ranks
     assert len(ranks) == 2
     os.kill(job.pid, signal.SIGKILL)
@@ -204,12 +143,9 @@ def test_the_ranks_of_a_killed_launcher_save_and_end(tiny):
     wait_until(lambda: not any(is_running(rank) for rank in ranks))
     out, err = job.printed()
     assert all(line.startswith("step ") for line in err.splitlines()), err
-    lines = metrics(tiny.parent / "run")
-    last = int(max(line["step"] for line in lines))
+    last = max(line["step"] for line in lines_of(tiny.parent / "run"))
     assert f"stopped after step {last}, the launcher is gone; it is saved" in out
-    flags = {"save_every": 90_000, "steps": last + 1, "resume": "auto"}
-    run_ranks(go_on, 2, tiny, flags)
-    assert max(line["step"] for line in metrics(tiny.parent / "run")) == last + 1
+    assert (tiny.parent / "run/checkpoints" / f"step-{last:08d}" / "manifest.json").exists()
 
 
 def test_only_a_rank_that_has_a_launcher_cares_who_its_parent_is():

@@ -49,7 +49,7 @@ CASES = [  # each stage, and each format, in turns
     *((3, {"stage": stage, "accumulation": 1 + stage % 2}) for stage in range(4)),
     *((3, {"stage": stage, "accumulation": 2 - stage % 2}) for stage in (0, 3)),
     *((1, {"stage": stage, "accumulation": 1 + stage % 3}) for stage in (0, 1, 3)),
-    (1, {"precision": "bf16", "stage": 1, "gather": "int8"}),
+    (1, {"precision": "bf16", "stage": 1, "gather": "int8", "units": ["Block", "TokenEmbedding"]}),
     (3, {"precision": "bf16", "gather": "fp8"}),
     (1, {"precision": "bf16", "gather": "int4"}),
     (3, {"precision": "bf16", "stage": 0, "reduce": "bf16-a2a"}),
@@ -69,6 +69,8 @@ def test_the_engines_memory_is_that_of_the_plan_line_by_line(world_size, more, t
     planned = {k: n for k, n in plan.played.engines_peak.ledger.engines().items() if n}
     peak = line.moments[line.peak]
     assert peak.device == planned, peak
+    of_units = {unit.class_name for unit in record.facts.units}
+    assert of_units == {"Decoder", *more.get("units", ["Block"])}
     assert sum(peak.device.values()) == max(sum(m.device.values()) for m in line.moments)
 
 

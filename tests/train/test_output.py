@@ -45,29 +45,16 @@ def test_an_earlier_run_is_not_written_over(tmp_path):
     check_output(config.model_copy(update={"overwrite": True}))
 
 
-def test_the_progress_bar_is_silent_off_a_terminal(capsys):
-    with run_bar(2, shown=True) as advance:
-        advance("loss 1")
-    assert capsys.readouterr().out.strip() == ""
-
-
-def test_the_summary_compares_with_plain_data_parallelism():
+def test_the_summary_compares_with_plain_data_parallelism_and_with_the_plan():
     result = RunResult(unigram_entropy=3.25, eval_loss=1.5, sample="def f\x1b[2J", wall_s=9.0)
     state = StateBytes(300, 300, 600, replicated_bytes=3200, num_params=200)
-    for step in (1, 2):
-        result.add_step(step, 4.0 - step, 0.5, 100, state)
+    for step, step_s in enumerate((9.0, 0.5, 0.4, 0.6), 1):  # the first time is not counted
+        result.add_step(step, 5.0 - step, step_s, 100, state)
     result.state_bytes_of_ranks, result.peak_bytes_of_ranks = [1200, 1100], [2048, 2048]
     text = format_result(result, TrainConfig())
     for part in ("2.500 nats", "1.500 held out", "3.250", "16.0 bytes per parameter", "38%"):
         assert part in text
-    assert "\x1b" not in text
-    assert "predicted" not in text
-
-
-def test_the_summary_tells_what_was_predicted_beside_what_was_measured():
-    result = RunResult(unigram_entropy=3.25)
-    for step, step_s in enumerate((9.0, 0.5, 0.4, 0.6), 1):  # the first one is not counted
-        result.add_step(step, 2.0, step_s, 100, StateBytes(300, 300, 600, 3200, 200))
+    assert "\x1b" not in text and "predicted" not in text
     result.state_bytes_of_ranks, result.added_bytes_of_ranks = [2048, 1024], [3072, 4096]
     config = TrainConfig(
         predicted_step_s=0.55, predicted_state_bytes=2048, predicted_peak_bytes=2048
@@ -112,6 +99,9 @@ def test_the_metrics_change_at_once(tmp_path, monkeypatch):
 
 
 def test_the_bytes_of_a_load_are_shown_on_a_terminal_only(capsys, monkeypatch):
+    with run_bar(2, shown=True) as advance:
+        advance("loss 1")
+    assert capsys.readouterr().out.strip() == ""
     for terminal in ("", "1"):
         monkeypatch.setenv("FORCE_COLOR", terminal)
         with byte_bar("load", None) as progress:
@@ -156,12 +146,6 @@ def test_a_step_to_resume_from_must_be_there_and_the_newest(tmp_path):
 SAVED = {**TrainConfig().model_dump(mode="json"), "source": "abc"}
 
 
-def test_what_is_the_same_is_not_told():
-    assert find_changes(SAVED, dict(SAVED), 2, 2) == []
-    quiet = {"output": "elsewhere", "prompt": "x", "eval_every": 3, "save_every": 1, "threads": 2}
-    assert find_changes(SAVED, {**SAVED, **quiet}, 2, 2) == []
-
-
 @pytest.mark.parametrize("key", ["dim", "layers", "heads", "kv_heads", "tied_head", "optimizer"])
 def test_another_model_is_refused(key):
     with pytest.raises(ConfigError, match=f"^{key}: the checkpoint is of a model with {key}"):
@@ -185,6 +169,7 @@ def test_every_key_is_refused_told_or_known_to_change_nothing():
     silent |= {"observe", "hang_timeout", "prefetch_bytes", "bucket_bytes", "loss_scale"}
     panels = ("Checkpoints", "Plan")
     silent |= set(names_in(TrainConfig, *panels))
+    assert find_changes(SAVED, dict(SAVED), 2, 2) == []
     for key in TrainConfig.model_fields:
         try:
             told = bool(find_changes(SAVED, {**SAVED, key: "other"}, 1, 1))

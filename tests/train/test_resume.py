@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import time
-import warnings
 
 import pytest
 import torch
@@ -104,12 +103,9 @@ def test_a_run_that_died_goes_on_to_the_same_bits(tmp_path, case):
         assert None in norms and set(norms) != {None}, "steps were to be skipped, but not all"
 
 
-def change_ranks(rank, world_size, flags, die_in):
+def train_and_say(rank, world_size, flags):
     said = []
-    if die_in is not None:
-        train_and_die(rank, world_size, flags, die_in)
-    else:
-        train(rank, world_size, flags, said=said)
+    train(rank, world_size, flags, said=said)
     return said
 
 
@@ -133,12 +129,12 @@ def test_a_run_goes_on_over_other_ranks_and_another_stage(tmp_path):
     """Six micro-batches over four ranks: two of the eight passes have no micro-batch."""
     shape = {"data": write_text(tmp_path), **SMOOTH, **SAVES_ALL, "dropout": 0.1}
     alone = {**shape, "output": tmp_path / "alone"}
-    run_ranks(change_ranks, 1, alone, 4)
-    run_ranks(change_ranks, 1, {**alone, "weight_decay": 0.2}, None)
+    run_ranks(train_and_die, 1, alone, 4)
+    run_ranks(train, 1, {**alone, "weight_decay": 0.2})
     parts = {**shape, "output": tmp_path / "parts"}
-    run_ranks(change_ranks, 2, {**parts, "stage": 3, "layout": "flat"}, 4)
+    run_ranks(train_and_die, 2, {**parts, "stage": 3, "layout": "flat"}, 4)
     more = {"stage": 1, "weight_decay": 0.2, "global_batch": None}
-    said, *_ = run_ranks(change_ranks, 4, {**parts, **more}, None)
+    said, *_ = run_ranks(train_and_say, 4, {**parts, **more})
     assert_same_steps(tmp_path / "parts", tmp_path / "alone")
     text = "\n".join(said)
     for part in ("ranks: 2 -> 4", "stage: 3 -> 1", "weight_decay: 0.1 -> 0.2"):
@@ -161,10 +157,9 @@ def train_wrongly(rank, world_size, flags):
 @pytest.mark.kernels
 def test_a_gradient_that_is_wrong_by_1e_4_does_not_pass_for_a_rounding(tmp_path):
     shape = {"data": write_text(tmp_path), **SMOOTH, **SAVES_ALL, "steps": 2}
-    run_ranks(change_ranks, 1, {**shape, "output": tmp_path / "alone"}, None)
-    for train_it, name in ((change_ranks, "right"), (train_wrongly, "wrong")):
-        last = (None,) if train_it is change_ranks else ()
-        run_ranks(train_it, 2, {**shape, "output": tmp_path / name}, *last)
+    run_ranks(train, 1, {**shape, "output": tmp_path / "alone"})
+    for train_it, name in ((train, "right"), (train_wrongly, "wrong")):
+        run_ranks(train_it, 2, {**shape, "output": tmp_path / name})
     assert_same_steps(tmp_path / "right", tmp_path / "alone", last=2)
     with pytest.raises(AssertionError, match=r"blocks\.1\.attention_norm\.weight differ"):
         assert_same_steps(tmp_path / "wrong", tmp_path / "alone", last=2)
@@ -182,26 +177,19 @@ def change_settings(rank, world_size, flags):
 def test_settings_of_the_optimizer_are_those_asked_for_now(tmp_path):
     flags = {"data": write_text(tmp_path), "output": tmp_path / "run", "steps": 1}
     flags |= {"save_every": 1, "resume": "auto"}
-    run_ranks(change_ranks, 1, flags, None)
+    run_ranks(train, 1, flags)
     assert run_ranks(change_settings, 1, flags) == [[0.25, 0.5, 0.95]]
 
 
-def draws_of_step(rank, world_size, flags):
-    run, found = prepared(rank, world_size, flags), []
-    for number in range(run.share.num_passes):
-        run.seed_draws(7, number)
-        found.append(torch.rand(4).tolist())
-    return found
+def draw_of_step(rank, world_size, flags):
+    prepared(rank, world_size, flags).seed_draws(7, 0)
+    return torch.rand(4).tolist()
 
 
-def test_each_micro_batch_draws_its_own_masks_on_any_number_of_ranks(tmp_path):
-    flags = {"data": write_text(tmp_path), "output": tmp_path / "run", "dropout": 0.1}
-    flags |= {"global_batch": 8}
-    (alone,) = run_ranks(draws_of_step, 1, flags)
-    assert len(set(map(tuple, alone))) == 4
-    by_two = run_ranks(draws_of_step, 2, flags)
-    assert [by_two[0][0], by_two[1][0], by_two[0][1], by_two[1][1]] == alone
-    assert run_ranks(draws_of_step, 2, {**flags, "tp": 2})[1][0] not in alone
+def test_ranks_that_share_a_window_draw_other_masks(tmp_path):
+    flags = {"data": write_text(tmp_path), "output": tmp_path / "run", "dropout": 0.1, "tp": 2}
+    one, other = run_ranks(draw_of_step, 2, flags)
+    assert one != other
 
 
 def finish_twice(rank, world_size, flags):
@@ -228,33 +216,6 @@ def test_a_run_that_is_done_has_nothing_left_to_do(tmp_path):
     )
     (load,) = [line for line in lines if "load_s" in line]
     assert load["step"] == 3 and load["loaded_bytes"] > 0 and load["load_bytes_per_s"] > 0
-
-
-def resume_past_damage(rank, world_size, flags):
-    train_and_die(rank, world_size, flags, 5)
-    folder = flags["output"] / "checkpoints"
-    if rank == 0:
-        path = folder / "step-00000004" / "rank00000-0.safetensors"
-        data = bytearray(path.read_bytes())
-        data[-5] ^= 1
-        path.write_bytes(data)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        train(rank, world_size, flags)
-    said = [str(w.message) for w in caught]
-    told = [text for text in said if "passed over" in text and "step-00000004" in text]
-    assert len(told) == (rank == 0)
-    train(rank, world_size, {**flags, "steps": 7})
-
-
-def test_a_damaged_checkpoint_is_passed_over_and_written_again(tmp_path):
-    flags = {"data": write_text(tmp_path), "steps": 6, "schedule": "constant"}
-    run_ranks(change_ranks, 2, {**flags, "steps": 7, "output": tmp_path / "straight"}, None)
-    parts = {**flags, "output": tmp_path / "parts", "save_every": 2, "keep_last": 2}
-    run_ranks(resume_past_damage, 2, {**parts, "resume": "auto"})
-    assert curve_of(tmp_path / "parts") == curve_of(tmp_path / "straight")
-    names = sorted(path.name for path in (tmp_path / "parts" / "checkpoints").glob("step-*"))
-    assert names == ["step-00000006", "step-00000007"]
 
 
 class NoSpace(Files):
@@ -310,27 +271,9 @@ def test_a_second_run_on_one_output_is_refused_and_touches_nothing(tmp_path):
     assert "saves checkpoints there; choose another folder, or end that run" in texts[0]
 
 
-def kill_job(job):
-    """Kill the launcher and its ranks, which have sessions of their own."""
-    for pid in (job.pid, *job.ranks):
-        os.kill(pid, signal.SIGKILL)
-    assert job.finish()[0] == -signal.SIGKILL
-
-
-class StopsIn(CountsSteps):
-    """Asks to stop after the n-th step."""
-
-    @property
-    def requested(self):
-        self.num_steps += 1
-        return self.num_steps == self._die_in
-
-
 def stop_and_go_on(rank, world_size, flags):
-    said = []
-    assert train(rank, world_size, flags, StopsIn(3)).saved_step == 3
-    train(rank, world_size, flags, said=said)
-    return said
+    assert train(rank, world_size, flags, CountsSteps(stop_in=3)).saved_step == 3
+    return train_and_say(rank, world_size, flags)
 
 
 def test_a_run_that_is_stopped_saves_to_disk_where_it_else_copies_to_memory_alone(tmp_path):
@@ -359,10 +302,9 @@ def test_ranks_and_jobs_that_are_killed_go_on_to_the_same_bits(tmp_path):
         while not has_come_to(step):
             assert job.process.is_alive() and time.monotonic() < deadline
             time.sleep(0.01)
-        if number is None:
-            kill_job(job)
-        for pid in job.ranks[number] if number is not None else ():
-            os.kill(pid, signal.SIGKILL)
+        for pid in job.ranks[number] if number is not None else (job.pid, *job.ranks):
+            os.kill(pid, signal.SIGKILL)  # ranks have sessions of their own
+    assert job.finish()[0] == -signal.SIGKILL
     line = re.compile(r"^going on from step (\d+) \(a copy in memory\)$", re.MULTILINE)
     went_on = line.findall(job.printed()[0])
     assert len(went_on) == 2 and int(went_on[0]) >= 2
@@ -385,5 +327,5 @@ def test_ranks_and_jobs_that_are_killed_go_on_to_the_same_bits(tmp_path):
     assert "changed since then: steps: 100000 ->" in ended.stdout
     assert line.findall(ended.stdout) and not memory.exists()
     flags |= {"output": tmp_path / "straight", "steps": reached + 4}
-    run_ranks(change_ranks, 2, flags, None)
+    run_ranks(train, 2, flags)
     assert curve_of(tmp_path / "parts") == curve_of(tmp_path / "straight")

@@ -7,12 +7,8 @@ import pytest
 
 from ranks import run_ranks
 from resumes import lines_of, train, write_text
-from shardwise import Offload
-from shardwise.errors import ConfigError
 from shardwise.offload import disk
 from shardwise.offload.files import System
-from shardwise.train.checks import check_run
-from shardwise.train.config import load_config
 
 SAME = ("loss", "grad_norm", "eval_loss")
 BYTES = ("state_bytes", "sent_bytes")
@@ -112,14 +108,3 @@ def test_a_step_computed_twice_waits_for_codes_on_their_way_to_a_slow_disk(tmp_p
     write_text(tmp_path)
     run_ranks(replay_on_slow_disk, 1, tmp_path)
     assert len([row for row in lines_of(tmp_path) if "loss" in row]) == 4
-
-
-def test_inputs_move_where_blocks_are_checkpointed(tmp_path):
-    write_text(tmp_path)
-    flags = {"data": tmp_path / "text.txt", "offload": "{activations: cpu}"}
-    with pytest.raises(
-        ConfigError, match=r"offload: activations='cpu' .* none is; add activation_"
-    ):
-        check_run(load_config(None, flags), 1)
-    config = load_config(None, {**flags, "activation_checkpointing": True})
-    assert check_run(config, 1).offloaded == Offload(activations="cpu")

@@ -41,9 +41,9 @@ def test_a_stream_is_the_documents_with_a_zero_after_each(tmp_path):
     (tmp_path / "text" / "latin.txt").write_bytes(b"\xe9t\xe9")
     (tmp_path / "text" / ".hidden").write_text("no")
     write_stream(find_documents(tmp_path / "text"), BYTES, tmp_path / "run")
-    stream = open_stream(tmp_path / "run", seq=1)
-    assert bytes(stream.windows.rows[0]) == b"A\0BB\0"
-    assert stream.unigram_entropy == pytest.approx(unigram_entropy(np.array([2, 1, 2])))
+    files, entropy = open_stream(tmp_path / "run", seq=1)
+    assert bytes(files.rows[0]) == b"A\0BB\0"
+    assert entropy == pytest.approx(unigram_entropy(np.array([2, 1, 2])))
 
 
 def test_a_stream_is_written_again_only_when_the_text_changed(tmp_path):
@@ -56,7 +56,7 @@ def test_a_stream_is_written_again_only_when_the_text_changed(tmp_path):
     text.write_text("three")
     os.utime(text, ns=(1, 1))
     write_stream([text], BYTES, run)
-    assert bytes(open_stream(run, seq=1).windows.rows[0]) == b"three\0"
+    assert bytes(open_stream(run, seq=1)[0].rows[0]) == b"three\0"
     assert sorted(path.name for path in run.iterdir()) == ["tokens.bin", "tokens.json"]
 
 
@@ -66,10 +66,10 @@ def test_token_files_are_mapped_where_they_are(tmp_path):
     for name, row in zip("ab", rows, strict=True):
         np.save(tmp_path / "tokens" / f"{name}.npy", row)
     write_stream(find_documents(tmp_path / "tokens"), BYTES, tmp_path / "run")
-    stream = open_stream(tmp_path / "run", seq=3)
+    files, _ = open_stream(tmp_path / "run", seq=3)
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["tokens.json"]
-    assert len(stream.windows) == 3 + 2
-    ids, targets = read_windows(stream, [2, 3])
+    assert len(files) == 3 + 2
+    ids, targets = read_windows(files, [2, 3])
     assert ids.tolist() == [[6, 7, 8], [255] * 3] and targets.tolist()[0] == [7, 8, 9]
     np.save(tmp_path / "big.npy", np.array([3, 256]))
     with pytest.raises(ConfigError, match=r"big\.npy has token 256, and the tokenizer 256"):
@@ -137,6 +137,12 @@ def test_an_epoch_is_every_window_but_the_held_out(data, seed):
     trained = [sampler.train_window(1, i, sampler.train_windows) for i in range(num_windows)]
     assert len(held_out) == eval_windows
     assert sorted([*held_out, *trained[: sampler.train_windows]]) == list(range(num_windows))
+
+
+def test_another_epoch_has_another_order():
+    sampler = WindowSampler(num_windows=60, eval_windows=0, seed=0)
+    first, second = ([sampler.train_window(step, i, 60) for i in range(60)] for step in (1, 2))
+    assert first != second
 
 
 def test_too_little_text_is_an_error(tmp_path):

@@ -288,7 +288,7 @@ def _gradient_problem(
     if step:
         before = own_slices(_oracle(n)[0][step - 1], False, rank, n)[""]
         if torch.allclose(got, want + before, rtol=0.02, atol=0.02 * float(before.abs().max())):
-            return f"{what} still has that of the step before in it: set it to zero"
+            return f"{what} still has that of the step before in it: `step` sets it to zero"
     return difference(what, got, want, known)
 
 

@@ -49,6 +49,7 @@ LAB = Lab(
         "put both numbers, in seconds, into your save_interval",
     ),
     uses_engine=True,
+    hang_s=60.0,
     hints={
         1: (
             "Two numbers: reductions so far, and bytes in the bucket.",
@@ -86,9 +87,9 @@ LAB = Lab(
             "The slowest whose rate is below 0.3 * max(rates.values()), or None.",
         ),
         8: (
-            "`shardwise explain SW010` names the remedies in their order.",
-            "SW010 and SW011: a bucket of 1 << 20 bytes. SW002 and SW004: one layer in each unit.",
-            "[1] * sum(units)",
+            "`shardwise explain SW010` names the remedies in their order. And the other six?",
+            "Usual buckets; one layer in each unit; no offload; a save at least every 14 steps.",
+            "settings | {'units': [1] * sum(settings['units'])}, and so for the other three.",
         ),
     },
 )

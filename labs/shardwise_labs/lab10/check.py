@@ -1,5 +1,6 @@
 """The check of lab 10: trainers of labs 4 and 5 with bad settings, and rules that judge them."""
 
+import copy
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -11,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from shardwise_labs.counting import Meter
 from shardwise_labs.given import LR, batch, make_model, numel_of, units_of
 from shardwise_labs.judge import Judge
-from shardwise_labs.lab10.provoked import ENGINE, findings
+from shardwise_labs.lab10.provoked import ABOUT, ENGINE, USUAL, findings
 from shardwise_labs.reader import load
 from shardwise_labs.words import WrongAnswer, number_of
 from shardwise_labs.zero import Trained, train
@@ -171,11 +172,11 @@ def run(judge: Judge) -> None:
     for name, (state, other) in _activations().items():
         said = activation_finding(state, other, DEVICE_BYTES) or "-"
         judge.row(name, f"{'-':>6} {state + other:>10,}   {said}")
-    mend: Any = judge.call("mend")
-    for name, (units, bucket_bytes, finding) in ENGINE.items():
-        mended = mend(list(units), bucket_bytes, finding)
-        after = " ".join(findings(tuple(mended[0]), mended[1])) or "-"
-        before = " ".join(findings(units, bucket_bytes)) or "-"
+    for name, (bad, finding) in ENGINE.items():
+        told = USUAL | bad
+        before = " ".join(findings(name, told)) or "-"
+        mended = _mended(judge, told, finding)
+        after = _layers_problem(told, mended) or " ".join(findings(name, mended)) or "-"
         judge.row(f"engine, {name}", f"doctor {before}, mended {after}")
 
 
@@ -284,27 +285,33 @@ def _judge_axis(judge: Judge) -> None:
 
 
 def _judge_mend(judge: Judge) -> None:
-    mend: Any = judge.call("mend")
-    for name, (units, bucket_bytes, finding) in ENGINE.items():
-        found = findings(units, bucket_bytes)
-        mended = mend(list(units), bucket_bytes, finding)
-        if not isinstance(mended, tuple) or len(mended) != 2:
-            raise WrongAnswer("mend does not return units and bytes of a bucket")
-        after, size = tuple(mended[0]), mended[1]
-        if sum(after) != sum(units) or min(after, default=0) < 1:
-            raise WrongAnswer(
-                f"{name}: {len(after)} units of {sum(after)} layers; the model has {sum(units)}"
-            )
-        left = findings(after, size)
-        if left:
-            said = f"{name}: the doctor found {', '.join(found)}, and now {', '.join(left)}"
-            judge.judge("mend", said)
-            return
-        if finding in ("SW010", "SW011") and after != units:
-            raise WrongAnswer(f"{name}: the units were right, and are changed")
-        if finding in ("SW002", "SW004") and size != bucket_bytes:
-            raise WrongAnswer(f"{name}: the bucket was right, and is changed")
-    judge.judge("mend", good="the doctor of the engine finds nothing in four mended runs")
+    for name, (bad, finding) in ENGINE.items():
+        told = USUAL | bad
+        mended = _mended(judge, told, finding)
+        if problem := _layers_problem(told, mended):
+            raise WrongAnswer(f"{name}: {problem}")
+        if left := findings(name, mended):
+            found = ", ".join(findings(name, told))
+            raise WrongAnswer(f"{name}: the doctor found {found}, and now {', '.join(left)}")
+        for key, value in mended.items():
+            if value != told[key] and key != ABOUT[finding]:
+                raise WrongAnswer(f"{name}: {key!r} was right, and is changed")
+    good = f"the doctor of the engine finds nothing in {len(ENGINE)} mended runs"
+    judge.judge("mend", good=good)
+
+
+def _layers_problem(told: dict[str, Any], mended: dict[str, Any]) -> str | None:
+    layers, units = sum(told["units"]), mended["units"]
+    if sum(units) == layers and min(units, default=0) > 0:
+        return None
+    return f"{len(units)} units of {sum(units)} layers; the model has {layers}"
+
+
+def _mended(judge: Judge, told: dict[str, object], finding: str) -> dict[str, Any]:
+    mended = judge.call("mend")(copy.deepcopy(told), finding)  # type: ignore[operator]
+    if not isinstance(mended, dict) or set(mended) != set(told):
+        raise WrongAnswer(f"mend returns {mended!r}; settings with {', '.join(told)} are expected")
+    return mended
 
 
 def _judge_saves(judge: Judge) -> None:

@@ -36,11 +36,9 @@ import re
 import socket
 import socketserver
 import stat
-import threading
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
-from ipaddress import ip_address
 from pathlib import Path
 from struct import Struct
 
@@ -66,11 +64,11 @@ from shardwise.checkpoint.verify import difference_of_rank, names_of_rank
 from shardwise.checkpoint.write import NONCE_BYTES, Written, write_ranks, write_small
 from shardwise.comm.control import Control, exchange_any
 from shardwise.errors import CheckpointError, DamagedCheckpoint
-from shardwise.host import own_address
+from shardwise.homes import COPIES_IN_MEMORY
+from shardwise.host import TcpServer, is_loopback, own_address
 from shardwise.processes import boot_id
 
 ROOT = Path("/dev/shm")
-_NUM_COPIES = 2  # at most, of one step each
 _Copy = tuple[int, str, int]  # its step, the digest of its manifest, the number of its ranks
 _COPY = re.compile(r"step-[0-9]{8,12}|\.tmp-step-[0-9]{8,12}-[0-9a-f]{8}")
 _TOKEN_BYTES = 16
@@ -157,14 +155,14 @@ class MemoryTier:
         store = getattr(dist.distributed_c10d._get_default_store(), "underlying_store", None)
         address = own_address(getattr(store, "host", None))
         others = [row.decode() for row in exchange_any(self._control, address.encode())]
-        seen = [each for each in others if not ip_address(each).is_loopback]
-        if ip_address(address).is_loopback and seen:
+        seen = [each for each in others if not is_loopback(each)]
+        if is_loopback(address) and seen:
             address = own_address(seen[0])  # the store's host knows itself by another name
 
         def start() -> bytes:
             if not self._leads:
                 return b"[]"
-            if ip_address(address).is_loopback and seen:
+            if is_loopback(address) and seen:
                 raise CheckpointError(
                     f"copies in memory: {socket.gethostname()} finds no address under which other "
                     f"hosts ({seen[0]}) reach it; check its network, or pass copies=0"
@@ -183,7 +181,7 @@ class MemoryTier:
         **Raises** CheckpointError with the sizes and the remedy.
         """
         held, others = self._num_bytes(self.folder), self._num_bytes(self.folder.parent)
-        wanted = num_bytes * len(self._hosts[self._host]) * (1 + self._copies) * _NUM_COPIES
+        wanted = num_bytes * len(self._hosts[self._host]) * (1 + self._copies) * COPIES_IN_MEMORY
         free = self._files.free_bytes(self.folder)
         if wanted > free + held:
             raise CheckpointError(
@@ -331,24 +329,12 @@ class MemoryTier:
 # -- files of other hosts
 
 
-class _Server(socketserver.ThreadingTCPServer):
+class _Server(TcpServer):
     """Sends bytes of the copies in one folder to ranks of other hosts, from a thread."""
-
-    daemon_threads = True
-    request_queue_size = 128
 
     def __init__(self, folder: Path, host: str, token: bytes) -> None:
         self.folder, self.token = folder, token
-        self.address_family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
-        super().__init__((host, 0), _Handler)
-        self.address = str(self.server_address[0]), int(self.server_address[1])
-        run = self.serve_forever
-        threading.Thread(target=run, name="shardwise-peers", daemon=True).start()
-
-    def close(self) -> None:
-        """Stop listening."""
-        self.shutdown()
-        self.server_close()
+        super().__init__(host, _Handler, "shardwise-peers")
 
 
 class _Handler(socketserver.StreamRequestHandler):

@@ -39,7 +39,7 @@ def takes_keys(
             given = {key: value for key, value in values.items() if value is not None}
             return run(context, given.pop(name, None), given)
 
-        argument = typer.Argument(help=description, show_default=False)
+        argument = typer.Argument(help=description, metavar=name.upper(), show_default=False)
         context = inspect.Parameter("context", _KEYWORD, annotation=typer.Context)
         flags = (_flag(keys, key) for key in names_in(keys))
         parameters = [context, *([_parameter(name, kind, argument)] if name else []), *flags]

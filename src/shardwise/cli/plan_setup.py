@@ -132,7 +132,7 @@ def at_ranks(setup: Setup, ranks: int) -> Setup:
     if ranks % others:
         raise ConfigError(f"sweep: {ranks} ranks do not divide by {others} (replicas x degrees)")
     cluster = _cluster(setup.request, ranks, None)
-    candidate = replace(candidate, num_shards=ranks // others)
+    candidate = replace(candidate, num_shards=ranks // others, copies=_copies(cluster))
     return replace(setup, cluster=cluster, candidate=candidate, prices_of=_prices(cluster, None))
 
 
@@ -184,7 +184,13 @@ def _candidate(request: ModelRequest, cluster: Cluster) -> Candidate:
             "checkpointed whole; add --activation-checkpointing full"
         )
     axes = request.axes.over(cluster.num_ranks)
+    candidate = replace(candidate, copies=_copies(cluster))
     return replace(candidate, num_replicas=axes.dp_replicate, num_shards=axes.dp_shard)
+
+
+def _copies(cluster: Cluster) -> int:
+    """Return how many further hosts keep a rank's state in memory, as `Checkpoints` has it."""
+    return min(1, cluster.num_nodes - 1)
 
 
 def _find(name: str, candidate: Candidate) -> Preset | ModelSource:

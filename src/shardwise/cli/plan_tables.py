@@ -119,7 +119,7 @@ def scaling_view(rows: Sequence[Mapping[str, float]]) -> RenderableType:
     shown = [
         (
             f"{row['num_ranks']:,}",
-            _seconds(row["step_s"]),
+            f"{row['step_s']:.3g} s",
             format_count(round(row["tokens_per_s"])),
             f"{row['efficiency_fraction']:.1%}",
             f"{row['exposed_fraction']:.1%}",
@@ -258,10 +258,6 @@ def _times(plan: Plan, has_parts: bool) -> Table:
     of = f", of {shown} of the {whole} micro-batches" if shown < whole else ""
     texts = ((f"{'  ' * row.is_part}{row.name}", f"{1e3 * row.seconds:,.2f}") for row in rows)
     return make_table((f"time of a rank, ms{of}", ">"), texts)
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.3g} s"
 
 
 def _more(count: int) -> Text:

@@ -75,7 +75,9 @@ def ranks_of(group: dist.ProcessGroup | None) -> tuple[int, ...]:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Return e.g. ``rank 1``, ``ranks 1, 2`` or ``ranks 1, 2, ... (30 in all)``."""
+    """Return ``rank 1``, ``ranks 0 to 7``, ``ranks 1, 3`` or ``ranks 1, 3, ... (12 in all)``."""
+    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[0] + len(ranks))):
+        return f"ranks {ranks[0]} to {ranks[-1]}"
     shown = ", ".join(map(str, ranks[:_MAX_RANKS_SHOWN]))
     more = f", ... ({len(ranks)} in all)" if len(ranks) > _MAX_RANKS_SHOWN else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"

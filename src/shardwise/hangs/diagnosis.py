@@ -31,7 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.collective_key import CollectiveKey, name_ranks
+from shardwise.comm.collective_key import CollectiveKey, name_ranks, ranks_of
 from shardwise.hangs.heartbeat import (
     ENDED_WELL,
     Heartbeat,
@@ -47,13 +47,10 @@ _MAX_SHOWN = 8
 _DISTRIBUTED = str(Path(dist.__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
 _OPERATORS = tuple(str(Path(_TORCH, name)) for name in ("_ops.py", "_library"))
-_PIPELINE = str(Path(_DISTRIBUTED, "pipelining"))
+_DDP, _PIPELINE = str(Path(_TORCH, "nn/parallel/distributed.py")), f"{_DISTRIBUTED}/pipelining"
 # A thread elsewhere in torch.distributed computes, as in a DTensor, or writes files.
-_CALLS = (
-    *(str(Path(_DISTRIBUTED, name)) for name in ("distributed_c10d", "_functional_collectives")),
-    *(str(Path(_DISTRIBUTED, "utils.py")), str(Path(_TORCH, "nn/parallel/distributed.py"))),
-    _PIPELINE,
-)
+_HELPERS = ("distributed_c10d", "_functional_collectives", "utils.py")
+_CALLS = (*(str(Path(_DISTRIBUTED, name)) for name in _HELPERS), _DDP, _PIPELINE)
 _BACKWARD = str(Path(_TORCH, "autograd", "graph.py")), "_engine_run_backward"
 _BROKEN = ("gloo", "pair closure")  # gloo's words for a closed connection
 _NEED_ALL = ("all_", "reduce_scatter", "barrier", "monitored_barrier")
@@ -222,7 +219,7 @@ def _call_in(frames: list[FrameType]) -> Wait | None:
     an underscore is the collective's, which the user or a DTensor has called.
     """
     rest = dropwhile(lambda frame: frame.f_code.co_filename.startswith(_OPERATORS), frames)
-    homes = (_DISTRIBUTED, _CALLS[3])
+    homes = (_DISTRIBUTED, _DDP)
     inside = list(takewhile(lambda frame: frame.f_code.co_filename.startswith(homes), rest))
     names = [frame.f_code.co_filename for frame in inside]
     if not any(name.startswith(_CALLS) for name in names):
@@ -237,8 +234,12 @@ def _call_in(frames: list[FrameType]) -> Wait | None:
         return None
     given = [v for v in calls[0].f_locals.values() if isinstance(v, torch.Tensor)][:1]
     of = "".join(f" of {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in given)
-    needs_all = group is not None and kind.startswith(_NEED_ALL)
-    return _torch_wait(kind, group, needs_all, f"torch's {kind}{of}{_over(group)}")
+    needs_all, over = group is not None and kind.startswith(_NEED_ALL), ""
+    if group is not None:
+        axis = str(getattr(group, "group_desc", "") or "")
+        ranks = name_ranks(ranks_of(group))
+        over = f" over axis '{axis[5:]}'" if axis.startswith("mesh_") else f" over {ranks}"
+    return _torch_wait(kind, group, needs_all, f"torch's {kind}{of}{over}")
 
 
 def _torch_wait(
@@ -268,16 +269,6 @@ def _group_in(frames: list[FrameType]) -> dist.ProcessGroup | None:
         if "group" in values and values["group"] is None:
             return default
     return None
-
-
-def _over(group: dist.ProcessGroup | None) -> str:
-    """Return the mesh axis or the ranks of a group, for a message."""
-    if group is None:
-        return ""
-    description = str(getattr(group, "group_desc", "") or "")
-    if description.startswith("mesh_"):
-        return f" over axis '{description.removeprefix('mesh_')}'"
-    return f" over ranks {', '.join(map(str, dist.get_process_group_ranks(group)[:8]))}"
 
 
 # -- the table of ranks
@@ -329,7 +320,12 @@ class Table:
 
     @property
     def reporter(self) -> int:
-        """The lowest rank that is in this wait, which logs the table of a long one for all."""
+        """The lowest rank that is in this wait, which logs the table of a long one for all.
+
+        Without the store it is unknown which ranks still report, so each one does.
+        """
+        if not self._heard.is_current:
+            return self._rank
         mine = self._waiting[self._rank].key
         return min(rank for rank, wait in self._waiting.items() if wait.key == mine)
 

@@ -101,7 +101,9 @@ class Accelerator(_Accelerator):
                 "fully_shard() in its last call, and prepare() the same module"
             )
         cut_elsewhere = any(isinstance(p, DTensor) for p in model.parameters())
-        if cut_elsewhere and not evaluation_mode and not self._takes_dtensors():
+        config = getattr(self, "parallelism_config", None)  # it may explain the DTensors
+        is_known = self.distributed_type in _OWN_ENGINES or bool(config and config.tp_enabled)
+        if cut_elsewhere and not evaluation_mode and not is_known:
             raise ConfigError(
                 f"prepare(): the parameters of this {type(model).__name__} are DTensors, as "
                 "torch's own fully_shard() makes them, and accelerate would wrap it in "
@@ -109,11 +111,6 @@ class Accelerator(_Accelerator):
                 "it trains as it is, and torch.distributed.checkpoint saves it"
             )
         return super().prepare_model(model, device_placement, evaluation_mode)
-
-    def _takes_dtensors(self) -> bool:
-        """Tell whether accelerate's config explains the model's DTensors."""
-        config = getattr(self, "parallelism_config", None)
-        return self.distributed_type in _OWN_ENGINES or bool(config and config.tp_enabled)
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:

@@ -30,6 +30,8 @@ from shardwise.unit.unit import Unit
 from shardwise.unit_facts import UnitFacts
 
 _PADDING_TO_MENTION = 0.03
+_NDIM_OF_STACKS = 3  # of parameters that hold all experts along the first dim
+_FLOPS_OF_TRAINED, _FLOPS_OF_FROZEN = 6.0, 4.0  # for each weight and token, forward and backward
 
 
 @dataclass(frozen=True)
@@ -216,10 +218,6 @@ def _describe_param(param: ShardedParam) -> ParamDescription:
     return ParamDescription(
         param.name, cut.shape, tuple(cuts), piece.at, piece.shape, lo, hi, owner
     )
-
-
-_NDIM_OF_STACKS = 3  # of parameters that hold all experts along the first dim
-_FLOPS_OF_TRAINED, _FLOPS_OF_FROZEN = 6.0, 4.0  # for each weight and token, forward and backward
 
 
 def facts_of(

@@ -84,6 +84,12 @@ class Finding:
         """The section of the documentation about this code."""
         return f"{DOC}#{self.code.lower()}"
 
+    def explains(self, other: "Finding") -> bool:
+        """Tell whether the other one needs no card of its own beside this one."""
+        doc = finding_docs()[self.code]
+        on_rank = other.code in doc.explains_on_its_rank and other.rank == self.rank
+        return other.code in doc.explains or on_rank
+
     def to_json(self) -> dict[str, object]:
         """Return the finding as values of JSON."""
         changes = [{"key": c.key, "from": c.before, "to": c.after} for c in self.changes]
@@ -134,7 +140,8 @@ class FindingCase:
 class FindingDoc:
     """One code, documented: its meaning, the condition of the rule, remedies in order.
 
-    ``picture`` describes how the failure looks in a report.
+    ``picture`` describes how the failure looks in a report. Findings of the codes in ``explains``
+    are left out beside this one; those of ``explains_on_its_rank`` if they name the same rank.
     """
 
     code: str
@@ -145,6 +152,8 @@ class FindingDoc:
     remedies: Annotated[Sequence[_Text], Field(min_length=1)]
     picture: _Text
     cases: Annotated[Mapping[str, FindingCase], Field(min_length=1)]
+    explains: Sequence[str] = ()
+    explains_on_its_rank: Sequence[str] = ()
 
 
 def read_docs(text: str) -> Mapping[str, FindingDoc]:

@@ -411,10 +411,15 @@ class Outputs:
                 sink.write(line)
 
     def close(self) -> None:
-        """Close all outputs; later lines are dropped."""
+        """Close all outputs."""
+        self._close_record()
+        with self._writing():
+            self.doctor.close()
+
+    def _close_record(self) -> None:
+        """Close all outputs but the doctor's; later lines are dropped."""
         sinks, self._sinks = self._sinks, ()
-        own = self._steps.close, self._own.close, self.doctor.close
-        for close in (*own, *(sink.close for sink in sinks)):
+        for close in (self._steps.close, self._own.close, *(sink.close for sink in sinks)):
             with self._writing():
                 close()
 
@@ -431,4 +436,4 @@ class Outputs:
                 "%s: %s",
                 *(self._rank, type(error).__name__, error),
             )
-            self.close()
+            self._close_record()

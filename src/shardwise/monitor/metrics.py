@@ -31,6 +31,8 @@ STALL_S, SAVE_S, LOAD_S = "checkpoint/stall(s)", "checkpoint/save(s)", "checkpoi
 TRANSFERS = ("to_device", "to_host", "disk_read", "disk_write")
 BACKGROUND_STEP_MS, STEP_WAIT_S = "offload/optimizer(ms)", "offload/waits_for_step(s)"
 OFFLOAD_MS, OFFLOAD_EXPOSED_MS = "offload/beside(ms)", "offload/exposed(ms)"
+# Of one of `TRANSFERS`, and of the collectives over an axis: these follow each other.
+TRANSFER_MS, AXIS_S, AXIS_MIB = "offload/{}(ms)", "comm/{}(s)", "comm/{}_sent(MiB)"
 TOKENS, TOKENS_BEHIND_SHARE = "tokens/per_step", "tokens/behind_longest(%)"
 TOKENS_PER_S, MFU_SHARE = "throughput(tps)", "mfu(%)"
 SENT_MIB, NUM_COLLECTIVES = "comm/sent(MiB)", "comm/num_collectives"
@@ -84,8 +86,8 @@ def step_metrics(spans: Sequence[Span], step_s: float) -> dict[str, float]:
         elif "." in line:
             comm[phase].append(when)
             axis = line.partition(".")[0]
-            axes[axis_s(axis)] += span.seconds
-            axes[axis_mib(axis)] += span.num_bytes / MIB
+            axes[AXIS_S.format(axis)] += span.seconds
+            axes[AXIS_MIB.format(axis)] += span.num_bytes / MIB
             sent += span.num_bytes
             num_collectives += 1
         elif line not in (MAIN, "device"):
@@ -117,23 +119,8 @@ def step_metrics(spans: Sequence[Span], step_s: float) -> dict[str, float]:
         found[OFFLOAD_EXPOSED_MS] = 1e3 * length_outside(away, busy)
     for kind in TRANSFERS:
         if (taken_s := seconds.get(f"behind {kind}")) is not None:
-            found[transfers_ms(kind)] = 1e3 * taken_s
+            found[TRANSFER_MS.format(kind)] = 1e3 * taken_s
     return found | axes
-
-
-def transfers_ms(kind: str) -> str:
-    """Return the name of the milliseconds of one of `TRANSFERS`; one after the other."""
-    return f"offload/{kind}(ms)"
-
-
-def axis_s(axis: str) -> str:
-    """Return the name of the seconds of collectives over an axis; one after the other."""
-    return f"comm/{axis}(s)"
-
-
-def axis_mib(axis: str) -> str:
-    """Return the name of the MiB sent over an axis."""
-    return f"comm/{axis}_sent(MiB)"
 
 
 @dataclass(frozen=True)
@@ -247,10 +234,10 @@ FIGURES = (
     FigureRow(ALL_GATHER_MS, "all-gathers", "ms a step"),
     FigureRow(REDUCE_SCATTER_MS, "reduce-scatters", "ms a step"),
     FigureRow(BACKGROUND_STEP_MS, "steps in the background", "ms a step"),
-    FigureRow(transfers_ms("to_device"), "copies to the device", "ms a step"),
-    FigureRow(transfers_ms("to_host"), "copies to the host", "ms a step"),
-    FigureRow(transfers_ms("disk_read"), "reads of offloaded state", "ms a step"),
-    FigureRow(transfers_ms("disk_write"), "writes of offloaded state", "ms a step"),
+    FigureRow(TRANSFER_MS.format("to_device"), "copies to the device", "ms a step"),
+    FigureRow(TRANSFER_MS.format("to_host"), "copies to the host", "ms a step"),
+    FigureRow(TRANSFER_MS.format("disk_read"), "reads of offloaded state", "ms a step"),
+    FigureRow(TRANSFER_MS.format("disk_write"), "writes of offloaded state", "ms a step"),
     FigureRow(SENT_MIB, "sent by a rank", "MiB a step"),
     FigureRow(NUM_COLLECTIVES, "collectives", "a step"),
     FigureRow(PADDING_SHARE, "padding", "% of the parameters"),

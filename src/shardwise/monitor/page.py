@@ -95,6 +95,7 @@ def _page(runs: Sequence[ShownRun], curves: Sequence[_Curves], divisor: int) -> 
         "by_rank": lambda hosts: Counter(hosts).most_common(),
         "unit_name": name_of_unit,
         "kind_name": svg.name_of_kind,
+        "legend": lambda kinds: {svg.name_of_kind(kind): svg.colour_of(kind) for kind in kinds},
         "drawn": Markup,  # pictures escape their own texts, the template all others
     }
     source = files(__package__).joinpath("page.html.j2").read_text(encoding="utf-8")
@@ -105,6 +106,7 @@ def _page(runs: Sequence[ShownRun], curves: Sequence[_Curves], divisor: int) -> 
         figure_rows=[(s, [f.get(s.metric) for f in figures]) for s in told],
         curves=pictures,
         time_svg=time_svg if any(row.parts for row in times) else "",
+        time_kinds=[kind for row in times for kind, seconds in row.parts.items() if seconds],
         most_units=_MOST_UNITS,
         most_findings=max(1, _MOST_FINDINGS // divisor),
         picture_style=svg.style(),
@@ -151,7 +153,7 @@ def _curves(runs: Sequence[ShownRun]) -> list[_Curves]:
 
 def _part(run: ShownRun, divisor: int) -> Mapping[str, object]:
     """Return the values of the section about one run."""
-    record = run.record
+    record, (timeline_svg, timeline_kinds) = run.record, _timeline(run, divisor)
     return {
         "run": run,
         "facts": record.facts,
@@ -160,7 +162,8 @@ def _part(run: ShownRun, divisor: int) -> Mapping[str, object]:
         "saves": list(saves_of(record.steps))[-_MOST_SAVES:],
         "restarts": [line for _, line in record.lines(Restart)][-_MOST_SAVES:],
         "memory": _memory(run, divisor),
-        "timeline_svg": _timeline(run, divisor),
+        "timeline_svg": timeline_svg,
+        "timeline_kinds": timeline_kinds,
     }
 
 
@@ -204,13 +207,13 @@ def _memory(run: ShownRun, divisor: int) -> Mapping[str, object] | None:
     }
 
 
-def _timeline(run: ShownRun, divisor: int) -> str:
-    """Draw the newest step of which all ranks have timelines, for a few of the ranks."""
+def _timeline(run: ShownRun, divisor: int) -> tuple[str, Sequence[str]]:
+    """Draw the newest step of which all ranks have timelines, for a few ranks; add its kinds."""
     by_step: dict[int, dict[int, Timeline]] = {}
     for rank, line in run.record.lines(Timeline):
         by_step.setdefault(line.step, {})[rank] = line
     if not by_step:
-        return ""
+        return "", ()
     step = max(by_step, key=lambda step: (len(by_step[step]), step))
     found = by_step[step]
     # The first rank and those that wait least and most: a slow rank waits least.
@@ -229,6 +232,7 @@ def _timeline(run: ShownRun, divisor: int) -> str:
         groups.append((f"rank {rank}", {row: rows[row] for row in sorted(rows, key=place_of)}))
     seconds = max(found[rank].seconds for rank in shown)
     title, said = f"{run.name}: timeline of step {step:,}, ms", f"{seconds:.3g} s."
-    return charts.timeline_chart(
+    drawn = charts.timeline_chart(
         title, groups, 1e3 * seconds, described=said, most=_BARS // divisor
     )
+    return drawn, [span.kind for _, rows in groups for row in rows.values() for span in row]

@@ -47,6 +47,7 @@ _MOST_LINES = 240  # over all ranks that a live reader keeps
 _TAIL_BYTES = 1 << 22  # of a file that it reads
 _LATE_TIMES, _LATE_S = 4.0, 30.0  # usual gaps without new figures, and at least so many seconds
 Kinds = Mapping[Name, Count]  # bytes by kind of memory
+_Reader = Callable[[Path], Iterable[JsonLine]]
 
 
 @dataclass(frozen=True)
@@ -352,11 +353,10 @@ def read_run(path: str | Path, newest: int | None = None) -> RunRecord:
 
     **Raises** ConfigError if there is no record, or another version has written it.
     """
-
-    def read_own(file: Path) -> Iterable[JsonLine]:
-        return read_lines(file) if newest is None else read_newest(file, newest, DETAILS)
-
-    return _read(Path(path), read_lines, read_own)
+    own: _Reader = read_lines
+    if newest is not None:
+        own = partial(read_newest, count=newest, kinds=DETAILS)
+    return _read(Path(path), read_lines, own)
 
 
 def read_ends(path: str | Path) -> RunRecord:
@@ -370,11 +370,7 @@ def read_ends(path: str | Path) -> RunRecord:
     return _read(Path(path), steps, partial(read_newest, count=1, tail_bytes=_TAIL_BYTES))
 
 
-def _read(
-    run: Path,
-    read_steps: Callable[[Path], Iterable[JsonLine]],
-    read_own: Callable[[Path], Iterable[JsonLine]],
-) -> RunRecord:
+def _read(run: Path, read_steps: _Reader, read_own: _Reader) -> RunRecord:
     folder = folder_of(run)
     facts, path, files = read_facts(folder, run), folder / "steps.jsonl", rank_files(folder)
     steps = tuple(read_step(line, path) for line in read_steps(path))

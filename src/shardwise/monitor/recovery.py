@@ -103,8 +103,9 @@ class Recovery:
         lost_steps = max(0, self.last_step - self.step)
         lost = f"{lost_steps} of its steps are taken again" if lost_steps else _NONE_LOST
         say(f"the run before: {self.cause}; {lost}")
-        parts = ", ".join(f"{name} {_seconds(s)}" for name, s in parts_s.items())
-        whole = format_duration(sum(parts_s.values()))
+        # Seconds with two digits, and whole ones from 10 on.
+        texts = (f"{name} {s:{',.0f' if s >= 10 else '.2g'}}" for name, s in parts_s.items())
+        parts, whole = ", ".join(texts), format_duration(sum(parts_s.values()))
         say(f"{whole} from its last step to the end of this run's first, in seconds: {parts}")
         return Restart(self.step, self.cause, lost_steps, self.from_memory, parts_s)
 
@@ -121,8 +122,3 @@ def _cause_of(output: Path) -> tuple[str, list[End]]:
         silent = sum(isinstance(line, Begin) for line in run.end_lines.values())
         return f"{silent} of {len(run.end_lines)} ranks ended and left no error", ends
     return "unknown, as there is no record of it to read (observe: true makes one)", []
-
-
-def _seconds(seconds: float) -> str:
-    """Return seconds with two digits, and whole ones from 10 on."""
-    return f"{seconds:,.0f}" if seconds >= 10 else f"{seconds:.2g}"

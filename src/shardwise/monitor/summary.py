@@ -29,6 +29,10 @@ from shardwise.names import MAIN, name_of_unit
 from shardwise.trace_events import ChromeTrace
 from shardwise.unit_facts import UnitFacts
 
+_TICKS_PER_MS, _TICKS_PER_US = 10_000, 10  # a record's times have four digits
+_STEPS = 0
+_UNLABELLED = ("outside", "data", "save", "load")
+
 
 def metric_curve(lines: Iterable[StepLine], name: str, most: int) -> list[svg.Point]:
     """Return a figure over all ranks in at most ``most`` points.
@@ -166,11 +170,6 @@ def place_of(line: str) -> tuple[int, str]:
 def write_figure(value: float) -> str:
     """Write a value with three digits, or as many as its whole part has."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-
-
-_TICKS_PER_MS, _TICKS_PER_US = 10_000, 10  # a record's times have four digits
-_STEPS = 0
-_UNLABELLED = ("outside", "data", "save", "load")
 
 
 def recorded_trace(record: RunRecord) -> dict[str, object]:

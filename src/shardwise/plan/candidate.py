@@ -48,6 +48,8 @@ class Candidate:
     ``prefetch_bytes`` None: the largest unit, as the engine does. ``offload`` is what `shard()`
     takes, and "nvme" without a folder too; it is completed.
     ``reduce_every`` None: as the stage says. ``optimizer`` names a row of ``sizes.OPTIMIZERS``.
+    ``save_every`` and ``memory_every`` are steps between checkpoints, on disk and in the hosts'
+    memory; 0: none. ``copies`` further hosts keep what a rank has in memory.
 
     **Raises** ConfigError for a precision or an optimizer that is in no table, and for settings
     that contradict each other.
@@ -83,6 +85,9 @@ class Candidate:
     pp_schedule: PipelineSchedule = "1f1b"
     cp_method: ContextMethod = "gather"
     transport: Transport = "coalesced"
+    save_every: int = 0
+    memory_every: int = 0
+    copies: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "precision", plain_precision(self.precision))
@@ -144,7 +149,7 @@ class Candidate:
     @cached_property
     def label(self) -> str:
         """Describe the candidate in one line: its settings by name, without defaults."""
-        told = {"stage", "micro_batch", "transport"}
+        told = {"stage", "micro_batch", "transport", "copies"}
         told |= {"num_shards"} if self.num_replicas == 1 else set()
         parts = [f"stage {self.stage}", f"micro-batch {self.micro_batch}", *_changed(self, told)]
         return ", ".join(parts)

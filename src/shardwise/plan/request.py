@@ -220,6 +220,13 @@ class ModelRequest(StepKeys):
     )
     optimizer: str = key("adamw", "Batch", "optimizer by name")
 
+    save_every: int = key(
+        0, "Checkpoints", "steps between checkpoints, each from a copy on the host; 0: none", ge=0
+    )
+    memory_every: int = key(
+        0, "Checkpoints", "steps between copies of the state in the hosts' memory; 0: none", ge=0
+    )
+
     deepspeed: Path | None = key(None, "Files", "DeepSpeed JSON beside the model")
     accelerate: Path | None = key(None, "Files", "accelerate YAML beside the model")
 

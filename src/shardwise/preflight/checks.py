@@ -15,8 +15,9 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Literal
 
+from shardwise.comm.collective_key import name_ranks
+from shardwise.host import is_loopback
 from shardwise.preflight.meeting import Row
-from shardwise.preflight.node import is_loopback
 from shardwise.quantities import format_bytes
 
 Verdict = Literal["ok", "odd", "failed"]
@@ -99,8 +100,8 @@ class Judge:
         for rank in ranks:
             known = self.rows.get("nodes")
             hosts.setdefault(known[rank]["host"] if known else "", []).append(rank)
-        parts = (f"{host} ({_numbers(of)})" if host else _numbers(of) for host, of in hosts.items())
-        return ", ".join(parts)
+        texts = {host: name_ranks(sorted(of)) for host, of in hosts.items()}
+        return ", ".join(f"{host} ({text})" if host else text for host, text in texts.items())
 
     def judge_nodes(self, rows: Rows) -> Iterator[Check]:
         """Compare versions, memory and settings of the ranks."""
@@ -116,9 +117,11 @@ class Judge:
         shared = _figures(rows, "shared_memory_bytes")
         small = [rank for rank, size in shared.items() if size < _LEAST_SHARED_BYTES]
         if small:
-            text = f"{format_bytes(shared[small[0]])} is free in /dev/shm on {self.named(small)}; "
-            text += "NCCL, data loaders and copies of checkpoints in memory take more. Give a "
-            text += "container a larger one (--shm-size)"
+            text = (
+                f"{format_bytes(shared[small[0]])} is free in /dev/shm on {self.named(small)}; "
+                "NCCL, data loaders and copies of checkpoints in memory take more. Give a "
+                "container a larger one (--shm-size)"
+            )
             yield Check("shared memory", "odd", text, tuple(small))
 
     def judge_products(self, rows: Rows) -> Iterator[Check]:
@@ -154,8 +157,10 @@ class Judge:
         for kinds, owner, verdict in _NOT_DURABLE:
             gone = [rank for rank, row in enumerate(rows) if row.get("kind") in kinds]
             if gone:
-                text = f"on {self.named(gone)} it lies on {rows[gone[0]]['kind']}: checkpoints are "
-                text += f"lost with the {owner}"
+                text = (
+                    f"on {self.named(gone)} it lies on {rows[gone[0]]['kind']}: checkpoints are "
+                    f"lost with the {owner}"
+                )
                 yield Check("folder", verdict, text, tuple(gone))
         synced = _figures(rows, "sync_s")
         yield from self._compare("durable write", synced, _milliseconds, late_from=_SLOW_SYNC_S)
@@ -165,17 +170,19 @@ class Judge:
         blind = [rank for rank, row in enumerate(rows) if row.get("unseen")]
         free = [rank for rank, row in enumerate(rows) if not row.get("is_excluded", True)]
         if blind:
-            text = f"{self.named(blind[:1])} does not see the files of "
-            text += f"{self.named(rows[blind[0]]['unseen'])}: the folder is not the same on all "
-            text += "nodes. Give a path on a file system that they share"
+            text = (
+                f"{self.named(blind[:1])} does not see the files of "
+                f"{self.named(rows[blind[0]]['unseen'])}: the folder is not the same on all nodes. "
+                "Give a path on a file system that they share"
+            )
             yield Check("shared folder", "failed", text, tuple(blind))
         elif (num := sum("unseen" in row for row in rows)) > 1:
             yield Check("shared folder", "ok", f"{num} nodes see the files of each other")
         if free:
             text = (
                 f"a lock of rank 0 does not hold on {self.named(free)}: two runs could write one "
+                "folder. Mount it with locks (NFS: without nolock, Lustre: with flock)"
             )
-            text += "folder. Mount it with locks (NFS: without nolock, Lustre: with flock)"
             yield Check("lock", "odd", text, tuple(free))
 
     def judge_ways(self, rows: Rows) -> Iterator[Check]:
@@ -187,11 +194,11 @@ class Judge:
             ends = Counter(rank for a, b, _ in lost for rank in (a, b))
             worst = [rank for rank, count in ends.items() if count == max(ends.values())]
             a, b, why = lost[0]
-            text = f"{len(lost)} of the ways between nodes are closed, most of them at "
-            text += (
+            text = (
+                f"{len(lost)} of the ways between nodes are closed, most of them at "
                 f"{self.named(worst)}; from {self.named([a])} to {self.named([b])}: {why}. Look "
+                "for a firewall, a wrong address or a link that is down"
             )
-            text += "for a firewall, a wrong address or a link that is down"
             yield Check("reachability", "failed", text, tuple(worst))
         trips, offsets = self.trips()
         yield from self._compare("round trip", trips, _milliseconds, late_from=_LEAST_LATE_S)
@@ -207,8 +214,10 @@ class Judge:
             return
         looping = [rank for rank, row in enumerate(nodes) if is_loopback(row["address"])]
         if looping:
-            text = f"{self.named(looping)} would be reached at {nodes[looping[0]]['address']}, "
-            text += "which leads others to themselves: give torchrun --local-addr there"
+            text = (
+                f"{self.named(looping)} would be reached at {nodes[looping[0]]['address']}, which "
+                "leads others to themselves: give torchrun --local-addr there"
+            )
             yield Check("address", "failed", text, tuple(looping))
         # Runs on GPUs have groups of gloo too, for small exchanges.
         by_name = [
@@ -218,9 +227,11 @@ class Judge:
         ]
         if by_name and not looping:
             row = nodes[by_name[0]]
-            text = f"the name of {self.named(by_name)} leads to {row['name_address']}, which gloo "
-            text += "takes as the address that others connect to: set GLOO_SOCKET_IFNAME="
-            text += row["interface"] or "the interface to the other nodes"
+            text = (
+                f"the name of {self.named(by_name)} leads to {row['name_address']}, which gloo "
+                "takes as the address that others connect to: set GLOO_SOCKET_IFNAME="
+                f"{row['interface'] or 'the interface to the other nodes'}"
+            )
             yield Check("address", "failed", text, tuple(by_name))
 
     def trips(self) -> tuple[dict[int, float], dict[int, float]]:
@@ -302,14 +313,6 @@ class Judge:
         if odd:
             text += f"; {self.named(odd)}: {shown(values[odd[0]])}, the median is {shown(usual)}"
         yield Check(name, "odd" if odd else "ok", text, tuple(odd))
-
-
-def _numbers(ranks: Sequence[int]) -> str:
-    """Return numbers of ranks for people, neighbours as a range."""
-    first, last = min(ranks), max(ranks)
-    if len(ranks) > 2 and last - first + 1 == len(ranks):
-        return f"ranks {first} to {last}"
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
 
 
 def _figures(rows: Rows, key: str) -> dict[int, float]:

@@ -3,7 +3,6 @@
 import socket
 import socketserver
 import struct
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,13 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.axes import DENSE, Axes
 from shardwise.bench.network import collective_starter
 from shardwise.comm.collectives import all_reduce_scalars
+from shardwise.host import TcpServer
 from shardwise.mesh import DataAxes, axes_of
 from shardwise.preflight.meeting import Row
 
 Address = tuple[str, int]
 _CONNECT_S = 5.0
 _TIMES_ASKED = 7
-_POLL_S = 0.05  # how soon an echo ends when it is closed
 _AT_ONCE = 64
 _TIME = struct.Struct("<d")
 _SMALL_BYTES, _FIRST_BYTES, _MOST_BYTES = 4 << 10, 256 << 10, 64 << 20
@@ -28,32 +27,21 @@ _NUM_CALLS = 5
 _CALL_S = 0.05  # a collective that takes so long shows the speed of its link
 
 
-class Echo:
+class Echo(TcpServer):
     """Answers whoever connects with the time of this node's clock, from a thread."""
 
     def __init__(self, host: str, clock: Callable[[], float] = time.time) -> None:
-        class Handler(socketserver.BaseRequestHandler):
-            def handle(self) -> None:
-                self.request.settimeout(_CONNECT_S)
-                while self.request.recv(1):
-                    self.request.sendall(_TIME.pack(clock()))
+        self.clock = clock
+        super().__init__(host, _EchoHandler, "shardwise-echo")
 
-        family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
-        how = {"address_family": family, "daemon_threads": True, "request_queue_size": 128}
-        kind = type("Listener", (socketserver.ThreadingTCPServer,), how)
-        self._server: socketserver.ThreadingTCPServer = kind((host, 0), Handler)
-        run = self._server.serve_forever
-        threading.Thread(target=run, args=(_POLL_S,), name="shardwise-echo", daemon=True).start()
 
-    @property
-    def port(self) -> int:
-        """The port that it listens on."""
-        return int(self._server.server_address[1])
+class _EchoHandler(socketserver.BaseRequestHandler):
+    server: Echo
 
-    def close(self) -> None:
-        """Stop listening."""
-        self._server.shutdown()
-        self._server.server_close()
+    def handle(self) -> None:
+        self.request.settimeout(_CONNECT_S)
+        while self.request.recv(1):
+            self.request.sendall(_TIME.pack(self.server.clock()))
 
 
 def ask_nodes(

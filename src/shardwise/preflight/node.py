@@ -15,7 +15,7 @@ import torch
 from shardwise import __version__
 from shardwise.checkpoint.files import Files, Lock
 from shardwise.device import name_of
-from shardwise.host import available_host_bytes, own_address, processor_name
+from shardwise.host import available_host_bytes, is_loopback, own_address, processor_name
 from shardwise.preflight.meeting import Row
 from shardwise.processes import boot_id
 
@@ -65,11 +65,6 @@ def describe_node(device: torch.device, environment: Mapping[str, str]) -> Row:
         free, total = torch.accelerator.get_memory_info(device)
         row |= {"device_free_bytes": free, "device_bytes": total}
     return row
-
-
-def is_loopback(address: str) -> bool:
-    """Tell whether an address leads each host to itself."""
-    return address == "::1" or address.startswith("127.")
 
 
 def digest_of_code() -> str:

@@ -104,6 +104,7 @@ class _Rank:
         self._environment, self._leaving = environment, leaving
         self._device = torch.device("cpu")  # until `_describe` has found another
         self._folder: Folder | None = None
+        self._token = uuid.uuid4().hex[:12]  # in the names of files; that of rank 0 counts
 
     def parts(self) -> list[_Part]:
         """Return the parts in their order."""
@@ -156,7 +157,7 @@ class _Rank:
         row = describe_node(self._device, self._environment)
         if self._place.local_rank == 0:
             echo = self._leaving.enter_context(closing(Echo(row["address"], self._request.clock)))
-            row["echo"] = [row["address"], echo.port]
+            row["echo"] = echo.address
         return row | {"is_first": self._place.local_rank == 0}
 
     def _multiply(self) -> Row:
@@ -203,7 +204,6 @@ class _Rank:
         """Return what the next part needs: nodes, their echoes, a name and who wrote files."""
         facts = self.judge.rows.get("nodes", ())
         if not self.judge.nodes:
-            self._token = uuid.uuid4().hex[:12]
             for rank, row in enumerate(facts):
                 if row["is_first"]:
                     self.judge.nodes.append([])

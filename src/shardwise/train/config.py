@@ -235,6 +235,7 @@ class TrainConfig(StepKeys):
         ):
             if size % value:
                 raise ValueError(f"{name}: expected a divisor of {what}, got {value}")
+        part = f"heads {heads}" if self.tp == 1 else f"heads {heads} / tp {self.tp}"
         for is_wrong, message in (
             (
                 self.experts and self.experts_per_token > self.experts,
@@ -273,24 +274,21 @@ class TrainConfig(StepKeys):
                 self.restarts and self.resume != "auto",
                 f"restarts: expected resume auto beside it, got {self.resume}",
             ),
+            (  # as attention over parts of windows would raise at the first step
+                self.cp > 1 and self.cp_method == "heads" and heads // self.tp % self.cp,
+                f"cp_method: 'heads' needs a cp that divides {part}, got {self.cp}; take 'gather'",
+            ),
+            (
+                self.cp > 1 and self.cp_method == "ring" and self.dropout,
+                "cp_method: 'ring' needs no dropout; take 'gather'",
+            ),
+            (
+                self.cp > 1 and self.cp_method == "ring" and self.seq % (2 * self.cp),
+                f"cp_method: 'ring' needs 2 x cp {self.cp} to divide seq {self.seq}; take 'gather'",
+            ),
         ):
             if is_wrong:
                 raise ValueError(message)
-        return self
-
-    @model_validator(mode="after")
-    def _check_method(self) -> Self:
-        """Raise what attention over parts of windows would raise at the first step."""
-        if self.cp == 1:
-            return self
-        if self.cp_method == "heads" and self.heads // self.tp % self.cp:
-            part = f"heads {self.heads}" if self.tp == 1 else f"heads {self.heads} / tp {self.tp}"
-            raise ValueError(
-                f"cp_method: 'heads' needs a cp that divides {part}, got {self.cp}; take 'gather'"
-            )
-        if self.cp_method == "ring" and (self.dropout or self.seq % (2 * self.cp)):
-            why = "no dropout" if self.dropout else f"2 x cp {self.cp} to divide seq {self.seq}"
-            raise ValueError(f"cp_method: 'ring' needs {why}; take 'gather'")
         return self
 
     @model_validator(mode="after")

@@ -33,6 +33,8 @@ from shardwise.train.setup import Run, gather_integers
 
 Check = Literal["none", "replicas", "replay"]
 CHECKS: tuple[Check, ...] = ("none", "replicas", "replay")
+_MAX_SHOWN = 3
+_T = TypeVar("_T")
 
 
 class IntegrityBudget:
@@ -80,10 +82,6 @@ class IntegrityBudget:
         self._spent_s += seconds
         self._cost_s[check] = seconds
         self._next = "replay" if check == "replicas" else "replicas"
-
-
-_MAX_SHOWN = 3
-_T = TypeVar("_T")
 
 
 class ReplayError(StateError):

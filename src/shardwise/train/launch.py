@@ -156,17 +156,14 @@ def launch_local_ranks(arguments: Sequence[str], num_ranks: int, max_restarts: i
             return INTERRUPTED
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
-            return _report_failure(rank, failure.exitcode)
+            code: int = failure.exitcode
+            if code < 0:
+                name = signal.Signals(-code).name
+                hint = " (often: the machine ran out of memory)" if name == "SIGKILL" else ""
+                said = f"was killed by {name}{hint}; the other ranks were ended"
+            else:
+                said = f"ended with exit code {code}; its own message is above"
+            if code != INTERRUPTED:
+                terminal.complain(f"rank {rank} {said}\n")
+            return 1 if code < 0 else code
     return 0
-
-
-def _report_failure(rank: int, exit_code: int) -> int:
-    if exit_code == INTERRUPTED:
-        return INTERRUPTED
-    if exit_code < 0:
-        name = signal.Signals(-exit_code).name
-        hint = " (often: the machine ran out of memory)" if name == "SIGKILL" else ""
-        terminal.complain(f"rank {rank} was killed by {name}{hint}; the other ranks were ended\n")
-        return 1
-    terminal.complain(f"rank {rank} ended with exit code {exit_code}; its own message is above\n")
-    return exit_code

@@ -8,7 +8,7 @@ failed save, a replayed step with other bits.
 import math
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -116,7 +116,7 @@ def train_prepared(
         if first:
             with replacing(config_path(config)) as part:
                 part.write_text(dump_config(config), encoding="utf-8")
-        result = RunResult(run.stream.unigram_entropy, first_step=done + 1, steps=done)
+        result = RunResult(run.unigram_entropy, first_step=done + 1, steps=done)
         with (
             JsonLines(metrics_path(config) if first else None, done) as metrics,
             run_bar(config.steps, shown=first, num_done=done) as advance,
@@ -173,7 +173,7 @@ def check_run_gradients(run: Run) -> GradientReport:
     part, num_parts = run.part_of_batch
     indices = range(config.micro_batch * num_parts)
     windows = [run.sampler.train_window(1, index, run.global_batch) for index in indices]
-    ids, targets = (x.to(run.device) for x in read_windows(run.stream, windows))
+    ids, targets = (x.to(run.device) for x in read_windows(run.tokens, windows))
 
     def loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
         inputs, wanted, *positions = batch
@@ -209,14 +209,16 @@ class _Loop:
         result: RunResult,
         observation: Observation | None,
     ) -> None:
-        self._run, self._stop, self._observation = run, stop, observation
+        self._run, self._stop = run, stop
+        self._log = observation.log if observation is not None else _log_nothing
+        self._paused = observation.paused if observation is not None else nullcontext
         self._metrics, self._advance, self._result = metrics, advance, result
         self._saves, self._budget = saves, IntegrityBudget(run.config.integrity)
 
     def take_step(self, step: int) -> None:
         """Take one step; then write its figures and, if due, check, evaluate and save."""
         run, config, result, metrics = self._run, self._run.config, self._result, self._metrics
-        tokens, observation = run.global_batch * config.seq, self._observation
+        tokens = run.global_batch * config.seq
         sent_before, started_s = _sent_bytes(run), time.perf_counter()
         is_asked_for = _is_multiple(step, config.check_replicas_every)
         compares = is_asked_for or self._budget.agreed == "replicas"
@@ -235,10 +237,9 @@ class _Loop:
             sent_bytes=_sent_bytes(run) - sent_before,
             **{"peak_rss_bytes" if run.device.type == "cpu" else "peak_device_bytes": peak_bytes},
         )
-        if observation is not None:
-            observation.log(loss=report.loss, lr=report.lr, grad_norm=report.grad_norm)
-            if config.precision == "fp16":
-                observation.log(loss_scale=run.scaler.get_scale())
+        self._log(loss=report.loss, lr=report.lr, grad_norm=report.grad_norm)
+        if config.precision == "fp16":
+            self._log(loss_scale=run.scaler.get_scale())
         result.add_step(step, report.loss, step_s, tokens, report.state)
         self._advance(
             f"loss {report.loss:.3f}",
@@ -264,8 +265,7 @@ class _Loop:
             with self._paused():
                 result.eval_loss = evaluate(run)
             metrics.write(step=step, eval_loss=result.eval_loss)
-            if observation is not None:
-                observation.log(eval_loss=result.eval_loss)
+            self._log(eval_loss=result.eval_loss)
         self._saves.after_step(step, is_last, metrics)  # last, as it may raise
 
     def _agreed_step(self, step: int) -> tuple[StepReport, bool, bool]:
@@ -300,8 +300,9 @@ class _Loop:
             raise_difference(run, step, difference, local.numbers)
         return replace(local, loss=loss), is_stopped, save_failed
 
-    def _paused(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._observation is None else self._observation.paused()
+
+def _log_nothing(**values: float) -> None:
+    """Stand in for the log of a run that is not observed."""
 
 
 def _sent_bytes(run: Run) -> int:
@@ -385,7 +386,7 @@ def evaluate(run: Run) -> float:
         indices = range(first, first + rows)
         real = sum(index < config.eval_windows for index in indices)
         windows = [run.sampler.eval_window(index % config.eval_windows) for index in indices]
-        whole = (x.to(run.device) for x in read_windows(run.stream, windows))
+        whole = (x.to(run.device) for x in read_windows(run.tokens, windows))
         with run.cut(*whole) as (ids, targets, positions):
             if run.pipeline is None:
                 logits = run.model(ids, None, positions)

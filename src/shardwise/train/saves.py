@@ -91,7 +91,9 @@ class RunCheckpoints:
         config = run.config
         self._run = run
         self._saving: Saving | None = None
-        self._settings = _settings(run)
+        header = json.loads((config.output / "tokens.json").read_text(encoding="utf-8"))
+        # The decided keys of this run, and a fingerprint of its text.
+        self._settings = {**config.model_dump(mode="json"), "source": header["source"]}
         self._reserved = False
         self._waited_s = 0.0
         self._keeper: Checkpoints | None = None
@@ -238,9 +240,3 @@ class RunCheckpoints:
     def __exit__(self, *error: object) -> None:
         if self._keeper is not None:
             self._keeper.__exit__(*error)
-
-
-def _settings(run: Run) -> dict[str, object]:
-    """Return the decided keys of this run, and a fingerprint of its text."""
-    header = json.loads((run.config.output / "tokens.json").read_text(encoding="utf-8"))
-    return {**run.config.model_dump(mode="json"), "source": header["source"]}

@@ -32,6 +32,7 @@ from shardwise.axes import Axes
 from shardwise.comm.collectives import all_reduce_scalars
 from shardwise.config import PRECISIONS, Schedule, Units
 from shardwise.data.order import BatchShare, seed_draws, seed_of
+from shardwise.data.tokens import TokenFiles
 from shardwise.debug import watch
 from shardwise.device import local_device, reset_peak_memory
 from shardwise.engine.agreement import agree
@@ -47,7 +48,6 @@ from shardwise.train.launch import RankPlace
 from shardwise.train.optimizers import OPTIMIZERS, is_own, optimizer_class
 from shardwise.train.text import (
     Tokenizer,
-    TokenStream,
     WindowSampler,
     find_documents,
     load_tokenizer,
@@ -68,7 +68,8 @@ class Run:
     place: RankPlace
     device: torch.device
     tokenizer: Tokenizer
-    stream: TokenStream
+    tokens: TokenFiles
+    unigram_entropy: float  # of the tokens: see `open_stream`
     sampler: WindowSampler
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -97,7 +98,7 @@ class Run:
         indices = [index for number in numbers for index in self.share.indices(number)]
         with engine_of(self.model).comm.tracer.span("data", ""):
             windows = [self.sampler.train_window(step, i, self.global_batch) for i in indices]
-            ids, targets = read_windows(self.stream, windows)
+            ids, targets = read_windows(self.tokens, windows)
             return ids.to(self.device), targets.to(self.device)
 
     def seed_draws(self, step: int, number: int) -> None:
@@ -156,8 +157,8 @@ def prepare_run(config: TrainConfig, place: RankPlace, device: torch.device) -> 
     """
     tokenizer = load_tokenizer(config.tokenizer)
     _prepare_output(config, place, tokenizer)
-    stream = open_stream(config.output, config.seq)
-    sampler = WindowSampler.over(stream.windows, config.eval_windows, config.seed)
+    tokens, entropy = open_stream(config.output, config.seq)
+    sampler = WindowSampler.over(tokens, config.eval_windows, config.seed)
     base_memory_bytes = reset_peak_memory(device)
     axes = config.axes.over(place.world_size)
     model = shard_decoder(config, axes, make_decoder(config, tokenizer))
@@ -170,20 +171,16 @@ def prepare_run(config: TrainConfig, place: RankPlace, device: torch.device) -> 
         enabled=config.precision == "fp16",
     )
     optimizer = _make_optimizer(config, model)
-    agree(engine_of(model).everyone, _facts(config, stream), "the keys of the run")
+    # The keys that decide the steps are the same on all ranks; paths may differ by host.
+    values = config.model_dump(mode="json")
+    facts = [f"{name}: {values[name]}" for name in values if name not in _OF_HOST]
+    facts.append(f"data: {len(tokens)} windows, {tokens.num_tokens} tokens")
+    agree(engine_of(model).everyone, facts, "the keys of the run")
     return Run(
-        *(config, place, device, tokenizer, stream, sampler, model, optimizer, scaler),
+        *(config, place, device, tokenizer, tokens, entropy, sampler, model, optimizer, scaler),
         *(context, pipeline),
         base_memory_bytes,
     )
-
-
-def _facts(config: TrainConfig, stream: TokenStream) -> list[str]:
-    """Return what decides the steps, to compare between ranks; paths may differ by host."""
-    values = config.model_dump(mode="json")
-    keys = [f"{name}: {values[name]}" for name in values if name not in _OF_HOST]
-    windows = stream.windows
-    return [*keys, f"data: {len(windows)} windows, {windows.num_tokens} tokens"]
 
 
 def make_decoder(config: TrainConfig, tokenizer: Tokenizer) -> nn.Module:

@@ -104,26 +104,14 @@ def compare(config: TrainConfig, result: RunResult) -> list[str]:
     built; about 50 MiB of it are buffers of libraries, freed pages and the copy that a save
     makes. On other devices it is what the allocator gave out.
     """
-    rows = [
-        (
-            "step time",
-            config.predicted_step_s,
-            median(result.steps_s[1:] or [0.0]),
-            "{:.3g} s".format,
-        ),
-        (
-            "state",
-            config.predicted_state_bytes,
-            max(result.state_bytes_of_ranks, default=0),
-            format_bytes,
-        ),
-        (
-            "peak",
-            config.predicted_peak_bytes,
-            max(result.added_bytes_of_ranks, default=0),
-            format_bytes,
-        ),
-    ]
+    step_s = median(result.steps_s[1:] or [0.0])
+    state = max(result.state_bytes_of_ranks, default=0)
+    peak = max(result.added_bytes_of_ranks, default=0)
+    rows = (
+        ("step time", config.predicted_step_s, step_s, "{:.3g} s".format),
+        ("state", config.predicted_state_bytes, state, format_bytes),
+        ("peak", config.predicted_peak_bytes, peak, format_bytes),
+    )
     lines = []
     for name, expected, found, write in rows:
         if not expected:

@@ -133,18 +133,6 @@ def read_texts(path: Path) -> Iterator[str]:
                 ) from None
 
 
-@dataclass(frozen=True)
-class TokenStream:
-    """The windows of all documents, mapped from files.
-
-    ``unigram_entropy`` is the entropy of the token frequencies in nats per token, which is the loss
-    of the best model without context; of the first 16 Mi tokens, if the tokens were given.
-    """
-
-    windows: TokenFiles
-    unigram_entropy: float
-
-
 def write_stream(documents: Sequence[Path], tokenizer: Tokenizer, folder: Path) -> None:
     """Tokenize documents into `folder/tokens.bin` and `tokens.json`, unless these are up to date.
 
@@ -159,17 +147,21 @@ def write_stream(documents: Sequence[Path], tokenizer: Tokenizer, folder: Path) 
         facts = path.stat()
         digest.update(f"{path.absolute()}\n{facts.st_size}\n{facts.st_mtime_ns}\n".encode())
     source = digest.hexdigest()
-    if all(path.suffix == ".npy" for path in documents):
-        _write_header_of(documents, tokenizer, source, folder / "tokens.json")
-        return
     paths = folder / "tokens.json", folder / "tokens.bin"
+    folder.mkdir(parents=True, exist_ok=True)
+    if all(path.suffix == ".npy" for path in documents):
+        entropy = unigram_entropy(_count_tokens(documents, tokenizer))
+        files = [str(path.absolute()) for path in documents]
+        named = {"files": files, "dtype": None, "unigram_entropy": entropy, "source": source}
+        with replacing(paths[0]) as part:
+            part.write_text(json.dumps(named))
+        return
     if all(path.exists() for path in paths):
         header = json.loads(paths[0].read_text())
         nbytes = header["num_tokens"] * np.dtype(header["dtype"]).itemsize
         is_ours = "files" not in header and header["source"] == source
         if is_ours and paths[1].stat().st_size == nbytes:
             return
-    folder.mkdir(parents=True, exist_ok=True)
     dtype = np.dtype(np.min_scalar_type(tokenizer.vocab - 1))
     counts = np.zeros(tokenizer.vocab, dtype=np.int64)
     with replacing(paths[0]) as header_path, replacing(paths[1]) as path:  # the header last
@@ -186,10 +178,8 @@ def write_stream(documents: Sequence[Path], tokenizer: Tokenizer, folder: Path) 
         header_path.write_text(json.dumps({**header, "source": source}))
 
 
-def _write_header_of(
-    files: Sequence[Path], tokenizer: Tokenizer, source: str, header_path: Path
-) -> None:
-    """Write the header of token files that were made elsewhere."""
+def _count_tokens(files: Sequence[Path], tokenizer: Tokenizer) -> np.ndarray:
+    """Count the first tokens of files that were made elsewhere."""
     from shardwise.data.tokens import TokenFiles
 
     counts, left = np.zeros(tokenizer.vocab, dtype=np.int64), _COUNTED
@@ -203,19 +193,14 @@ def _write_header_of(
             )
         counts += np.bincount(head, minlength=tokenizer.vocab)
         left -= len(head)
-    header = {
-        "files": [str(path.absolute()) for path in files],
-        "dtype": None,
-        "unigram_entropy": unigram_entropy(counts),
-        "source": source,
-    }
-    header_path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(header_path) as part:
-        part.write_text(json.dumps(header))
+    return counts
 
 
-def open_stream(folder: Path, seq: int) -> TokenStream:
+def open_stream(folder: Path, seq: int) -> tuple[TokenFiles, float]:
     """Map the files that `write_stream` wrote or named, in windows of ``seq`` tokens.
+
+    The second value is the entropy of the token frequencies in nats per token, which is the loss of
+    the best model without context; of the first 16 Mi tokens, if the tokens were given.
 
     **Raises** ConfigError if a file has no window.
     """
@@ -223,7 +208,7 @@ def open_stream(folder: Path, seq: int) -> TokenStream:
 
     header = json.loads((folder / "tokens.json").read_text())
     files = header.get("files", [folder / "tokens.bin"])
-    return TokenStream(TokenFiles(files, seq, dtype=header["dtype"]), header["unigram_entropy"])
+    return TokenFiles(files, seq, dtype=header["dtype"]), header["unigram_entropy"]
 
 
 def unigram_entropy(counts: np.ndarray) -> float:
@@ -284,9 +269,9 @@ class WindowSampler:
         return index * stride + stride - 1
 
 
-def read_windows(stream: TokenStream, windows: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+def read_windows(files: TokenFiles, windows: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ids and targets of windows, both int64 [len(windows), seq]; targets are one ahead."""
     import torch
 
-    ids, targets = zip(*(stream.windows[window] for window in windows), strict=True)
+    ids, targets = zip(*(files[window] for window in windows), strict=True)
     return torch.stack(ids), torch.stack(targets)

@@ -119,7 +119,7 @@ class DeepSpeedFile:
         self.values, self.defaults = reader.values, reader.defaults
         self.auto: set[str] = set()
         self.schedule: Curve | TorchSchedule | None = None
-        self.is_on = self._precisions(precision)
+        self.is_on = self._decide_precision(precision)
 
     def read(self) -> Reading:
         """Read the file.
@@ -127,7 +127,6 @@ class DeepSpeedFile:
         **Raises** ConfigError that names the source, the key and the nearest known one.
         """
         reader, content = self.reader, self.content
-        self._take_precision()
         handlers: dict[str, Handler] = {
             "bf16.bf16_master_weights_and_grads": self._master,
             "bf16.bf16_optimizer_states": self._states,
@@ -161,8 +160,8 @@ class DeepSpeedFile:
 
     # -- fp16, bf16
 
-    def _precisions(self, otherwise: object) -> dict[str, object]:
-        """Return whether each of the two blocks is on: True, False or "auto"."""
+    def _decide_precision(self, otherwise: object) -> dict[str, object]:
+        """Store the precision that the blocks decide; return whether each is on, or "auto"."""
         content, reader = self.content, self.reader
         if {"bf16", "bfloat16"} <= content.keys():
             raise reader.refusal("bfloat16", "it is the old name of bf16; give one of them")
@@ -171,24 +170,19 @@ class DeepSpeedFile:
             block = content.get(name)
             if isinstance(block, Mapping) and block.get("enabled") is not None:
                 said[kind] = reader.fill(f"{name}.enabled", block["enabled"])
-        self._is_said = any(isinstance(value, bool) for value in said.values())
-        if any(value is True for value in said.values()):
-            otherwise = None
-        is_on = {kind: otherwise == kind for kind in ("bf16", "fp16")}
-        if otherwise is not None:
+        is_said = any(isinstance(value, bool) for value in said.values())
+        if otherwise is not None and not any(value is True for value in said.values()):
             said = {kind: value for kind, value in said.items() if value != "auto"}
-        return {**is_on, **said}
-
-    def _take_precision(self) -> None:
-        """Store the precision that the blocks decide, and the scale that a run under fp16 has."""
-        is_fp16, is_bf16 = self.is_on["fp16"], self.is_on["bf16"]
-        if is_fp16 is True and is_bf16 is True:
-            raise self.reader.refusal("fp16.enabled", "bf16 is on as well; turn one of them off")
-        name = "fp16" if is_fp16 is True else "bf16" if is_bf16 is True else "fp32"
-        if name != "fp32" or "auto" not in (is_fp16, is_bf16):
-            (self.values if self._is_said else self.defaults)["precision"] = name
-        if name == "fp16" or (name == "fp32" and is_fp16 == "auto"):
+            said = {"bf16": otherwise == "bf16", "fp16": otherwise == "fp16", **said}
+        is_on = {"bf16": False, "fp16": False, **said}
+        on = [kind for kind, value in is_on.items() if value is True]
+        if len(on) > 1:
+            raise reader.refusal("fp16.enabled", "bf16 is on as well; turn one of them off")
+        if on or "auto" not in is_on.values():
+            (self.values if is_said else self.defaults)["precision"] = on[0] if on else "fp32"
+        if on == ["fp16"] or (not on and is_on["fp16"] == "auto"):
             self.defaults.update(_SCALE)  # at "auto" for a caller who turns it on
+        return is_on
 
     @property
     def _precision(self) -> str | None:

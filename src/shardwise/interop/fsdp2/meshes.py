@@ -26,13 +26,12 @@ class ShardingMesh:
     """The axes that a call shards parameters on, and the mesh of their DTensors.
 
     ``spmd`` is the full mesh of ``dp_mesh_dims``, on which parameters are DTensors already.
-    ``shards`` is False if the mesh only replicates. ``experts`` is the mesh for experts, DTensors
-    on an axis named ep. ``divisor`` divides sums of gradients, if not by the number of ranks.
+    ``experts`` is the mesh for experts, DTensors on an axis named ep. ``divisor`` divides sums of
+    gradients, if not by the number of ranks.
     """
 
     mesh: DeviceMesh
     axes: DataAxes
-    shards: bool = True
     spmd: DeviceMesh | None = None
     dims: "DataParallelMeshDims | None" = None
     experts: "ShardingMesh | None" = None
@@ -135,12 +134,12 @@ def _named(mesh: DeviceMesh, dims: "DataParallelMeshDims") -> ShardingMesh:
         replicas = part(dims.replicate_names)
         axis = axis_of(replicas, 0, "replicate")
         alone = replace(axis, name="shard", rank=0, size=1)
-        return ShardingMesh(replicas, DataAxes(replicas, alone, axis), False, mesh, dims)
+        return ShardingMesh(replicas, DataAxes(replicas, alone, axis), mesh, dims)
     shards = part(dims.shard_names)
     if not dims.replicate_names:
-        return ShardingMesh(shards, axes_of(shards), True, mesh, dims)
+        return ShardingMesh(shards, axes_of(shards), mesh, dims)
     both = DeviceMesh._concatenate([part(dims.replicate_names), shards])
-    return ShardingMesh(both, axes_of(both), True, mesh, dims)
+    return ShardingMesh(both, axes_of(both), mesh, dims)
 
 
 def chosen_placement(
@@ -205,9 +204,9 @@ def sharded_spec(param: nn.Parameter, name: str, dim: int, spread: ShardingMesh)
 
 
 def _in_front(spread: ShardingMesh, placed: Placement) -> tuple[Placement, ...]:
-    if not spread.shards:
-        return (Replicate(),)
-    return (Replicate(), placed) if spread.axes.replicate is not None else (placed,)
+    if spread.axes.replicate is None:
+        return (placed,)
+    return (Replicate(), placed) if spread.mesh.ndim > 1 else (Replicate(),)
 
 
 def _spmd_spec(own: DTensorSpec, dim: int, spread: ShardingMesh) -> DTensorSpec:

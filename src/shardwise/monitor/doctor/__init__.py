@@ -62,15 +62,6 @@ _RULES = (
     _Rule(("SW050",), state.other_saves),
     _Rule(("SW051",), state.no_saves),
 )
-# A finding of the first code explains one of the others, of the same rank if both name one.
-_EXPLAINS = {
-    "SW013": ("SW012", "SW020"),
-    "SW014": ("SW012",),
-    "SW021": ("SW020",),
-    "SW023": ("SW022",),
-    "SW024": ("SW012", "SW020"),
-    "SW050": ("SW020",),
-}
 
 
 def diagnose(run: RunRecord) -> Diagnosis:
@@ -90,16 +81,10 @@ def diagnose(run: RunRecord) -> Diagnosis:
             continue
         if finding is not None:
             found.append(replace(finding, step=run.steps[-1].step if run.steps else None))
-    kept = [f for f in found if not any(_explains(other, f) for other in found)]
+    kept = [f for f in found if not any(other.explains(f) for other in found)]
     kept.sort(key=lambda finding: (finding.severity != "critical", finding.code))
     missing_of = tuple(each for each in abstentions if each.code not in judged)
     return Diagnosis(tuple(kept), missing_of, tuple(dict.fromkeys(judged)))
-
-
-def _explains(cause: Finding, other: Finding) -> bool:
-    if other.code not in _EXPLAINS.get(cause.code, ()):
-        return False
-    return cause.code not in ("SW021", "SW050") or cause.rank == other.rank
 
 
 class LiveDoctor:

@@ -51,6 +51,8 @@ _LEAST_SCALE = 1.0
 _LOST, _LOST_OF_WORST = 10.0, 50.0  # per cent
 _MIN_LOOKS, _MAX_LOOKS = 3, 20  # lines with a look at updates
 _NAMED = 3
+_HANG_TIMES, _HANG_S = 5.0, 60.0
+_MAX_SHOWN, _MAX_QUOTED = 4, 300  # ranks, and characters of each one's error
 
 
 def _num_retries(e: Evidence) -> float:
@@ -120,7 +122,7 @@ def cost_of_offload(e: Evidence) -> Finding | None:
         return None
     e.check_cores(taken_s)
     behind_s = e.typical(m.BACKGROUND_STEP_MS, default=0.0) / 1e3
-    moved = [e.typical(m.transfers_ms(kind), default=0.0) / 1e3 for kind in m.TRANSFERS]
+    moved = [e.typical(m.TRANSFER_MS.format(kind), default=0.0) / 1e3 for kind in m.TRANSFERS]
     parts = {
         "the optimizer's step": own_s + max(behind_s, waited_s),
         "copies between device and host": sum(moved[:2]),
@@ -349,10 +351,6 @@ def lost_updates(e: Evidence) -> Finding | None:
         names=f": {of_each}" if names else "",
         precision="MixedPrecisionPolicy(param_dtype=bf16)" if facts.reduces_units_alone else "bf16",
     )
-
-
-_HANG_TIMES, _HANG_S = 5.0, 60.0
-_MAX_SHOWN, _MAX_QUOTED = 4, 300  # ranks, and characters of each one's error
 
 
 def died(e: Evidence) -> Finding | None:

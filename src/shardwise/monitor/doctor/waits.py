@@ -76,8 +76,8 @@ def slow_axis(e: Evidence) -> Finding | None:
         return _slow_by_waits(e)
     rates = []
     for axis in e.facts.degrees if e.lines else ():
-        seconds = e.typical(m.axis_s(axis), "min", 0.0)
-        sent = e.typical(m.axis_mib(axis), default=0.0)
+        seconds = e.typical(m.AXIS_S.format(axis), "min", 0.0)
+        sent = e.typical(m.AXIS_MIB.format(axis), default=0.0)
         if sent >= _MIN_AXIS_MIB and seconds > 0:
             rates.append((sent / seconds, seconds, axis))
     if len(rates) < 2:

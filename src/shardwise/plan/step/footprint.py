@@ -115,13 +115,13 @@ class Footprint:
             stale = [g for g in stale if not g.memory.aliased]
         away = stale if is_away else []
         sizes = {id(g): g.memory.full_size if papers else g.memory.master_size for g in groups}
-        slices = [
-            (layout.local_shape(n, rank) if self._stage.shards_state else layout.params[n].shape, g)
+        owned = [
+            (g.memory.layout.local_shape(n, rank), g.memory.layout.params[n].shape, g)
             for g in trains
-            for layout in [g.memory.layout]
             for n, is_updated in enumerate(g.updated)
             if is_updated
         ]
+        slices = [(own if self._stage.shards_state else full, g) for own, full, g in owned]
         # A full copy with padding, the master slices, a shard in the computing dtype beside them.
         self.full_bytes = sum(m.full_bytes for m in memories)
         self.shard_bytes = sum(m.shard_bytes for m in memories)
@@ -137,6 +137,10 @@ class Footprint:
         self.updated = tuple((prod(shape), g.master_name) for shape, g in slices)
         self.local_numel = sum(numel for numel, _ in self.updated)
         self.state_bytes = sum(optimizer.tensor_bytes(shape, g.master_name) for shape, g in slices)
+        # What the rank writes into a checkpoint, at every stage its own slices.
+        self.saved_bytes = sum(
+            g.memory.layout.shard_numel(rank) * g.memory.master_size for g in groups
+        ) + sum(optimizer.tensor_bytes(own, g.master_name) for own, _, g in owned)
         # Gradients as a micro-batch's autograd writes them, and when they join the window's sum:
         # (bytes held more afterwards, most bytes held more meanwhile).
         grads = [n * g.memory.full_size for g in trains for n in g.updated_numels]

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from shardwise.homes import LOADS, NUM_BUFFERS, tier_of
+from shardwise.homes import COPIES_IN_MEMORY, LOADS, NUM_BUFFERS, tier_of
 from shardwise.offload.loads import MULTIPLE, cut, room_of
 from shardwise.offload.stripes import align, regions_of
 from shardwise.optim.kinds import ROW
@@ -40,6 +40,7 @@ class Offloading:
 
     def __init__(self, candidate: Candidate) -> None:
         offload, self._row = candidate.offload, candidate.dtypes
+        self._candidate = candidate
         self._optimizer = OPTIMIZERS[candidate.optimizer]
         self._papers = self._row.keeps_compute_shard
         self._params, self._grads = tier_of(offload.params), tier_of(offload.grads)
@@ -113,7 +114,23 @@ class Offloading:
             found["cpu"]["disk_buffers"] += NUM_BUFFERS * max(state_files)
         if self._masters == "nvme":
             found["cpu"]["disk_buffers"] += NUM_BUFFERS * align(max(slices))
+        behind, in_memory = self._checkpoint_copies(weights)
+        in_files = any(w.is_away for w in weights) and "nvme" in (self._masters, self._state)
+        found["nvme" if in_files else "cpu"]["checkpoint_copies"] += behind
+        found["cpu"]["checkpoint_copies"] += in_memory
         return {place: Away(**lines) for place, lines in found.items()}
+
+    def _checkpoint_copies(self, weights: Sequence[Footprint]) -> tuple[int, int]:
+        """Return the bytes of the copy that is written in the background, and of those in memory.
+
+        Replicas share what they write.
+        """
+        candidate = self._candidate
+        if not (candidate.save_every or candidate.memory_every):
+            return 0, 0
+        written = -(-sum(weight.saved_bytes for weight in weights) // candidate.num_replicas)
+        hosts = 1 + candidate.copies if candidate.memory_every else 0
+        return written, written * hosts * COPIES_IN_MEMORY
 
     def _file_bytes(self, weight: Footprint) -> int:
         """Return the bytes of the file of a unit's state."""

@@ -125,7 +125,8 @@ class Away(Lines):
 
     ``grad_shards`` are the memory of reduced gradients, ``more_grads`` what those of a further
     micro-batch take that is reduced by itself, ``inputs`` those of checkpointed blocks,
-    ``disk_buffers`` what passes to and from the files.
+    ``disk_buffers`` what passes to and from the files, ``checkpoint_copies`` the copies of the
+    state from which checkpoints are written, and those in shared memory.
     """
 
     param_shards: int = 0
@@ -134,6 +135,7 @@ class Away(Lines):
     optimizer_state: int = 0
     inputs: int = 0
     disk_buffers: int = 0
+    checkpoint_copies: int = 0
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,143 @@
+"""Hold the planner's formula of failures against a run whose ranks are killed at random moments.
+
+    python benchmarks/recovery.py [--steps 400] [--mtbf-s 20] [--ranks 2] [--seed 0] [--json FILE]
+
+`shardwise train` starts its ranks again and goes on from copies in memory. One run is left alone:
+it gives the seconds of a step and of a copy. In the other a rank is killed, with exponentially
+distributed times between; how long the way back took stands in its record, by part. The share of
+the time that was kept progress is compared with `expected_goodput` of these times. With n failures
+the measured share is uncertain by about 1 / sqrt(n) of what failures cost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from _common import append_json, find_shardwise, mean, median
+
+find_shardwise()
+
+from shardwise.plan.timing.goodput import expected_goodput  # noqa: E402 - found above
+
+SHAPE = {
+    **{"dim": 128, "layers": 4, "heads": 4, "seq": 128, "micro_batch": 2, "stage": 3},
+    **{"threads": 1, "eval_windows": 0, "sample_tokens": 0, "resume": "auto", "restarts": 100_000},
+}
+POLL_S = 0.01
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the run's lines; the last one may be half written."""
+    with suppress(FileNotFoundError, ValueError):
+        return [json.loads(line) for line in path.read_text().splitlines()]
+    return []
+
+
+def ranks_of(pid: int) -> list[int]:
+    """Return the processes that a launcher has started and that have not ended."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            found += [int(child) for child in task.read_text().split()]
+    return found
+
+
+def train(
+    folder: Path, keys: dict[str, Any], kills: random.Random | None, mtbf_s: float
+) -> tuple[float, int, list[dict[str, Any]]]:
+    """Train; return the seconds from the first step's end to the last one's, kills and lines."""
+    folder.mkdir()
+    config, lines = folder / "run.yaml", folder / "run" / "metrics.jsonl"
+    config.write_text(json.dumps({**keys, "output": str(folder / "run")}))  # which is YAML too
+    num_kills, began_s = 0, 0.0
+    next_s = float("inf")
+    with (folder / "log").open("w") as log:
+        command = [sys.executable, "-m", "shardwise", "train", str(config)]
+        job = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        while not any(line["step"] == keys["steps"] for line in read_lines(lines)):
+            now_s = time.monotonic()
+            if job.poll() is not None:
+                sys.exit((folder / "log").read_text()[-3000:])
+            if not began_s and read_lines(lines):
+                began_s = now_s
+                next_s = now_s + (kills.expovariate(1 / mtbf_s) if kills else float("inf"))
+            if kills is not None and now_s >= next_s:
+                victims = ranks_of(job.pid)
+                if victims:
+                    os.kill(kills.choice(victims), signal.SIGKILL)
+                    num_kills += 1
+                next_s = now_s + kills.expovariate(1 / mtbf_s)
+            time.sleep(POLL_S)
+        took_s = time.monotonic() - began_s
+        job.wait()
+    return took_s, num_kills, read_lines(lines)
+
+
+def main() -> None:
+    """Run both, and print what was measured beside what the formula says."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--mtbf-s", type=float, default=20.0, help="mean seconds between kills")
+    parser.add_argument("--memory-every", type=int, default=10)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json")
+    asked = parser.parse_args()
+    keys = {**SHAPE, "steps": asked.steps, "ranks": asked.ranks, "seed": asked.seed}
+    keys["memory_every"] = asked.memory_every
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        quiet_s, _, quiet = train(folder / "quiet", keys, None, asked.mtbf_s)
+        took_s, num_kills, lines = train(
+            folder / "killed", keys, random.Random(asked.seed), asked.mtbf_s
+        )
+    stalls = [line["memory_stall_s"] for line in quiet if "memory_stall_s" in line]
+    step_s = (quiet_s - sum(stalls)) / (asked.steps - 1)
+    restarts = [line["restart"] for line in lines if "restart" in line]
+    if not restarts:
+        sys.exit("no rank was killed in time: give more --steps, or a shorter --mtbf-s")
+    backs = [sum(r["parts_s"].values()) - r["parts_s"]["first step"] for r in restarts]
+    mtbf_s, back_s = took_s / num_kills, mean(backs)
+    expected = expected_goodput(
+        step_s,
+        mtbf_s=mtbf_s,
+        back_s=back_s,
+        interval_s=asked.memory_every * step_s,
+        stall_s=mean(stalls),
+    )
+    parts = {
+        part: median([r["parts_s"].get(part, 0.0) for r in restarts])
+        for part in dict.fromkeys(part for r in restarts for part in r["parts_s"])
+    }
+    found = {
+        "steps": asked.steps,
+        "step_s": step_s,
+        "stall_s": mean(stalls),
+        "kills": num_kills,
+        "restarts": len(restarts),
+        "from_memory": sum(r["from_memory"] for r in restarts),
+        "mtbf_s": mtbf_s,
+        "back_s": back_s,
+        "parts_s": parts,
+        "lost_steps": mean([r["lost_steps"] for r in restarts]),
+        "expected_lost_steps": expected.num_lost_steps_per_failure,
+        "kept_fraction": (asked.steps - 1) * step_s / took_s,
+        "expected_kept_fraction": expected.kept_fraction,
+    }
+    print(json.dumps(found, indent=1))
+    append_json(asked.json, found)
+
+
+if __name__ == "__main__":
+    main()
