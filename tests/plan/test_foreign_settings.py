@@ -33,8 +33,8 @@ def unused(report):
     return report.ignored | report.auto
 
 
-def test_a_deepspeed_file_gives_stage_batch_precision_and_offload(tmp_path):
-    values, _ = read_deepspeed(write(tmp_path, ZERO3_OFFLOAD))
+def test_every_key_of_a_deepspeed_file_is_planned_or_listed_with_a_reason(tmp_path):
+    values, report = read_deepspeed(write(tmp_path, ZERO3_OFFLOAD))
     assert values == {
         "stage": 3,
         "precision": "bf16",
@@ -45,20 +45,6 @@ def test_a_deepspeed_file_gives_stage_batch_precision_and_offload(tmp_path):
         "prefetch_bytes": 100_000_000,
         "offload": Offload("nvme", None, "cpu", 0.3),
     }
-
-
-def test_quantized_weights_and_gradients_are_planned(tmp_path):
-    block = {"zero_quantized_weights": True, "zero_quantized_gradients": True, "stage": 3}
-    assert read_deepspeed(write(tmp_path, {"zero_optimization": block}))[0] == {
-        "precision": "fp32",
-        "stage": 3,
-        "gather": "int8",
-        "reduce": "int4-a2a",
-    }
-
-
-def test_every_key_is_planned_or_listed_with_a_reason(tmp_path):
-    _, report = read_deepspeed(write(tmp_path, ZERO3_OFFLOAD))
     assert set(unused(report)) == {
         "gradient_clipping",
         "steps_per_print",
@@ -72,11 +58,14 @@ def test_every_key_is_planned_or_listed_with_a_reason(tmp_path):
     assert all(unused(report).values())
 
 
-def test_auto_is_left_to_the_flags(tmp_path):
-    content = {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 2}}
-    values, report = read_deepspeed(write(tmp_path, content))
-    assert "micro_batch" not in values
-    assert "train_micro_batch_size_per_gpu" in unused(report)
+def test_quantized_weights_and_gradients_are_planned(tmp_path):
+    block = {"zero_quantized_weights": True, "zero_quantized_gradients": True, "stage": 3}
+    assert read_deepspeed(write(tmp_path, {"zero_optimization": block}))[0] == {
+        "precision": "fp32",
+        "stage": 3,
+        "gather": "int8",
+        "reduce": "int4-a2a",
+    }
 
 
 @pytest.mark.parametrize(
@@ -143,20 +132,25 @@ def test_an_accelerate_file_gives_stage_ranks_and_replicas(
         assert remedy in unused(report)[unused_key]
 
 
-def test_a_stage_at_auto_is_left_to_the_flags_and_a_comment_is_none_of_the_keys(tmp_path):
-    content = {"_comment": "for the big machine", "zero_optimization": {"stage": "auto"}}
+def test_a_named_deepspeed_file_decides_even_by_saying_nothing(tmp_path):
+    text = "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: ds.json\n"
+    offload = Offload("nvme", None, "cpu", 0.3)
+    for content, stage, where in (({}, 0, None), (ZERO3_OFFLOAD, 3, offload)):
+        write(tmp_path, content)
+        values, _ = read_accelerate(write(tmp_path, text, NAME))
+        assert (values["stage"], values.get("offload")) == (stage, where)
+
+
+def test_auto_and_checkpointing_are_left_to_the_flags_and_a_comment_is_no_key(tmp_path):
+    batch = "train_micro_batch_size_per_gpu"
+    content = {"_comment": "large", batch: "auto", "zero_optimization": {"stage": "auto"}}
+    content["activation_checkpointing"] = {"partition_activations": True}
     values, report = read_deepspeed(write(tmp_path, content))
-    assert "stage" not in values
+    assert not {"micro_batch", "stage", "activation_checkpointing"} & values.keys()
+    assert "--activation-checkpointing full" in unused(report)["activation_checkpointing"]
+    assert batch in unused(report)
     assert "flags" in unused(report)["zero_optimization.stage"]
     assert unused(report)["_comment"] == "a comment"
-
-
-def test_a_named_deepspeed_file_decides_the_stage_even_by_saying_nothing(tmp_path):
-    text = "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: ds.json\n"
-    of_one = {"zero_optimization": {"stage": 1}}
-    for content, stage in (({}, 0), (of_one, 1), (ZERO3_OFFLOAD, 3)):
-        write(tmp_path, content)
-        assert read_accelerate(write(tmp_path, text, NAME))[0]["stage"] == stage
 
 
 @pytest.mark.parametrize(
@@ -174,13 +168,6 @@ def test_a_precision_left_to_the_flags_is_not_fp32(tmp_path, fp16, bf16, precisi
     assert values["prefetch_bytes"] == (4000 if precision == "fp32" else 2000)
     listed = {"fp16.enabled": fp16, "bf16.enabled": bf16}
     assert unused(report).keys() == {key for key, value in listed.items() if value == "auto"}
-
-
-def test_a_deepspeed_block_of_checkpointing_turns_none_on(tmp_path):
-    content = {"activation_checkpointing": {"partition_activations": True}}
-    values, report = read_deepspeed(write(tmp_path, content))
-    assert "activation_checkpointing" not in values
-    assert "--activation-checkpointing full" in unused(report)["activation_checkpointing"]
 
 
 @pytest.mark.parametrize("text", ["'false'", "'False'", "false"])

@@ -96,7 +96,8 @@ def plan_memory(
         stages = {0: tape or model.tape(candidate)}
     # See Note [Context ranks are shard ranks].
     played_as, chip = candidate.with_context_shards, cluster.node.accelerator
-    played = {number: play_shown(each, played_as) for number, each in stages.items()}
+    shown = replace(played_as, accumulation=_num_shown(candidate))
+    played = {number: play(each, shown) for number, each in stages.items()}
     stage = max(played, key=lambda number: played[number].peak.ledger.total)
     largest = played[stage]
     # Gradients that are gone at the peak are cached there.
@@ -273,12 +274,8 @@ class Window:
     micro_batch_s: float
 
 
-def play_shown(tape: Tape, candidate: Candidate) -> Played:
-    """Play as many micro-batches of a step as Note [Long windows] shows."""
-    return play(tape, replace(candidate, accumulation=_num_shown(candidate)))
-
-
 def _num_shown(candidate: Candidate) -> int:
+    """Return the micro-batches of a step that are played; see Note [Long windows]."""
     disks = "nvme" in candidate.offload.tiers
     return min(candidate.accumulation, _LONGEST_WITH_DISKS if disks else _LONGEST_PLAYED)
 
@@ -290,7 +287,7 @@ def time_window(
     seconds: Callable[[Op], float],
     overlap: float,
 ) -> Window:
-    """Simulate a step of one stage, of which ``play_shown`` gave ``played``.
+    """Simulate a step of one stage, which was ``played`` as far as is shown.
 
     **Cost** one more play.
 
