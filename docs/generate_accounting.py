@@ -57,7 +57,8 @@ def held_bytes(
     candidate = Candidate(**how, offload=places)  # type: ignore[arg-type]
     tape = Tape((unit,), (), "float32")
     at_rest = resting_state(tape, candidate)
-    lines = {place: getattr(at_rest, place).lines() for place in PLACES}
+    ledgers = zip(PLACES, (at_rest.resting, at_rest.host, at_rest.files), strict=True)
+    lines = {place: ledger.lines() for place, ledger in ledgers}
     lines["device"]["param_shards"] += lines["device"]["param_full"]
     return {(p, kind): lines[p][line] for p in PLACES for kind, line in KINDS.items()}
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise
 from ranks import begin_all
-from shardwise import shard
+from shardwise import Axes, shard
 from shardwise.comm.collective_key import CollectiveKey
 from shardwise.errors import CollectiveError
 from shardwise.hangs.abort import WATCH
@@ -254,6 +254,26 @@ def test_a_save_over_a_part_of_the_ranks_names_them_by_their_global_numbers(ende
     assert "rank 2: the ranks could not agree: rank 3 did not come" in found[2]
 
 
+def step_alone(rank, world_size, folder):
+    """Step with tied weights, without the other stage, which has ended; return the error."""
+    names = "head.weight", "embed.weight"
+    stage = nn.Sequential()
+    stage.add_module(names[rank].partition(".")[0], nn.Linear(4, 4, bias=False))
+    shard(stage, mesh=Axes(pp=2))
+    shardwise.parallel.tie(stage, dict([names]))
+    if rank:
+        atexit._run_exitfuncs()
+        return ""
+    optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
+    stage(torch.ones(2, 4)).sum().backward()
+    return error_of(optimizer.step)
+
+
+def test_a_step_with_tied_weights_names_them_when_the_other_stage_has_ended(ended):
+    found = ended("a stage alone")[0]
+    assert "rank 0: exchange of 'embed.weight' over axis 'stages' (2 ranks) failed" in found
+
+
 # By name: what ranks run, how many, and with what; a folder of its own comes last.
 WAITING = {
     "rows of 2": (choose_different_layers, 2, "rows", (8, 8)),
@@ -262,6 +282,7 @@ WAITING = {
     "late of 2": (come_late, 2),
     "late of 3": (come_late, 3),
     "a rank alone": (gather_alone, 2),
+    "a stage alone": (step_alone, 2),
     "a replica differs": (one_replica_differs, 4),
     "a pair hangs": (one_pair_hangs, 4),
     "a save without the last": (save_without_the_last, 4),

@@ -23,9 +23,6 @@ from shardwise.interop.deepspeed.reading import resolve
 from shardwise.interop.foreign_keys import REMOVED
 
 # What the installed DeepSpeed itself says, asked in a process of its own; and tables for it.
-NEEDS_DEEPSPEED = pytest.mark.skipif(
-    importlib.util.find_spec("deepspeed") is None, reason="needs DeepSpeed, not installed here"
-)
 NUM_STEPS = 40
 
 CURVES = [
@@ -73,6 +70,13 @@ CURVES = [
     ("LRRangeTest", {"lr_range_test_min_lr": [0.01, 0.1], "lr_range_test_step_size": 3}),
 ]
 SIZES = [(t, m, g, w) for t, m, g in product((None, 12, 7), (None, 2), (None, 3)) for w in (1, 2)]
+
+
+def of_deepspeed(test):
+    """Mark a slow test that asks DeepSpeed."""
+    is_there = importlib.util.find_spec("deepspeed") is not None
+    skips = pytest.mark.skipif(not is_there, reason="needs DeepSpeed, not installed here")
+    return pytest.mark.slow(skips(test))
 
 
 def two_groups():
@@ -152,7 +156,6 @@ def as_json(value):
 
 
 # Against the installed DeepSpeed: its keys, every step of its curves, its batch arithmetic.
-pytestmark = [pytest.mark.slow, NEEDS_DEEPSPEED]
 PREFIXES = {
     "zero_optimization": "zero_optimization",
     "offload_param": "zero_optimization.offload_param",
@@ -184,6 +187,7 @@ def fates(path):
     return found
 
 
+@of_deepspeed
 def test_every_key_of_deepspeeds_models_is_mapped_ignored_or_refused(facts):
     unknown, without_effect = [], []
     for model, names in facts["fields"].items():
@@ -197,6 +201,7 @@ def test_every_key_of_deepspeeds_models_is_mapped_ignored_or_refused(facts):
     assert fates("zero_optimization.stge") == {"unknown"}
 
 
+@of_deepspeed
 def test_every_key_that_deepspeed_removed_is_refused_with_what_to_use(facts):
     assert set(facts["removed"]) == set(REMOVED)
     for path in REMOVED:
@@ -205,6 +210,7 @@ def test_every_key_that_deepspeed_removed_is_refused_with_what_to_use(facts):
         assert REMOVED[path] in str(caught.value)
 
 
+@of_deepspeed
 @pytest.mark.parametrize("number", range(len(CURVES)), ids=lambda n: f"{n}-{CURVES[n][0]}")
 def test_a_scheduler_gives_every_update_deepspeeds_rate_and_momenta_to_the_bit(facts, number):
     name, options = CURVES[number]
@@ -215,6 +221,7 @@ def test_a_scheduler_gives_every_update_deepspeeds_rate_and_momenta_to_the_bit(f
     )
 
 
+@of_deepspeed
 def test_two_sizes_of_a_batch_give_the_third_as_in_deepspeed(facts):
     for (total, micro, passes, ranks), theirs in zip(SIZES, facts["batches"], strict=True):
         given = {"micro_batch": micro, "accumulation": passes, "global_batch": total}
@@ -334,6 +341,7 @@ def ours(rank, world_size):
     return losses
 
 
+@of_deepspeed
 def test_two_ranks_have_the_losses_of_deepspeeds_engine():
     found = run_ranks(ours, 2)
     expected = run_ranks(theirs, 2, fresh=True)

@@ -35,11 +35,6 @@ class AllocatorTrace:
         begin, _ = self.windows[name]
         return next((total for time, total in reversed(self.totals) if time < begin), 0)
 
-    def after(self, name):
-        """Return the bytes that were alive when the window ended."""
-        _, end = self.windows[name]
-        return next((total for time, total in reversed(self.totals) if time <= end), 0)
-
     def peak(self, name):
         """Return the most bytes that were alive at once within the window."""
         begin, end = self.windows[name]

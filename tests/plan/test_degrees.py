@@ -16,12 +16,10 @@ from shardwise.plan.machine.hardware import make_cluster
 from shardwise.plan.machine.pricing import Prices, send_seconds
 from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.model.shapes import Experts, gpt_shape
-from shardwise.plan.model.tape import Tape
-from shardwise.plan.planning import Plan, plan, time_rows
+from shardwise.plan.planning import plan, time_rows
 from shardwise.plan.step.play import play
 from shardwise.plan.timing.simulate import simulate
 
-run_plan = partial(call_command, "plan")
 run_simulate = partial(call_command, "simulate")
 
 DEEP = replace(SHAPE, layers=8)
@@ -29,12 +27,6 @@ MIXED = replace(SHAPE, experts=Experts(8, 2, 96, shared=1, dense_layers=1))
 ALL_DENSE = replace(MIXED, experts=Experts(8, 2, 96, dense_layers=3))
 COUNTS = ("tp", "pp", "micro_batch", "accumulation")
 BOUNDARY = SEQ * SHAPE.dim * 2  # bytes of the stream, one window in bf16
-
-
-def played_in_full(made: Plan, tape: Tape, micro_batches: int) -> float:
-    """Return the step of one stage with so many micro-batches, all of them played."""
-    program = play(tape, replace(made.candidate, accumulation=micro_batches)).program
-    return simulate(program, Prices(made.cluster, made.candidate).seconds).step_s
 
 
 # -- pipelines
@@ -45,7 +37,9 @@ def test_a_pipeline_is_as_slow_as_its_slowest_stage_and_filled_once(accumulation
     made = make_plan(DEEP, num_shards=2, pp=stages, accumulation=accumulation, stage=1)
     through = accumulation + stages - 1
     tapes = make_model(DEEP).stages(made.candidate).values()
-    stage_s = [played_in_full(made, tape, through) for tape in tapes]
+    candidate = replace(made.candidate, accumulation=through)
+    seconds = Prices(made.cluster, made.candidate).seconds
+    stage_s = [simulate(play(tape, candidate).program, seconds).step_s for tape in tapes]
     crosses = stages * 2 > 8
     sends_s = through * 2 * send_seconds(BOUNDARY, crosses, made.cluster.node)
     assert made.sends_s == pytest.approx(sends_s)
@@ -67,18 +61,6 @@ def test_a_pipeline_gathers_and_reduces_once_a_step_whatever_the_micro_batches(s
     assert found[2][1] > found[1][1]
     first, last = (sum(plan.played.program.sent_bytes[k] for k in kinds) for plan in (one, four))
     assert first == pytest.approx(last, rel=0.01)  # the figures are of one end stage or the other
-
-
-def test_a_pipelines_memory_is_that_of_its_larger_stage():
-    for vocab in (64, 100_000):
-        shape = replace(DEEP, vocab=vocab)
-        made = make_plan(shape, pp=4, accumulation=8)
-        totals = [
-            play(tape, replace(made.candidate, accumulation=3)).peak.ledger.total
-            for tape in make_model(shape).stages(made.candidate).values()
-        ]
-        assert made.played.peak.ledger.total == max(totals)
-        assert (totals[-1] > totals[0]) == (vocab == 100_000)
 
 
 def test_gpipe_takes_as_long_as_1f1b_and_has_all_micro_batches_in_flight():
@@ -105,20 +87,23 @@ def test_gpipe_takes_as_long_as_1f1b_and_has_all_micro_batches_in_flight():
     assert each[1] == each[2] > 0
 
 
-@pytest.mark.parametrize(("stages", "dense", "shown"), [(4, 0, {0, 1, 3}), (4, 3, {0, 1, 2, 3})])
-def test_every_stage_that_no_other_is_like_is_planned(stages, dense, shown):
+@pytest.mark.parametrize(
+    ("dense", "vocab", "shown", "largest"),
+    [(0, 64, {0, 1, 3}, 0), (3, 64, {0, 1, 2, 3}, 2), (0, 100_000, {0, 1, 3}, 3)],
+)
+def test_every_stage_that_no_other_is_like_is_planned(dense, vocab, shown, largest):
     """With dense layers first, one in the middle that has experts is the largest."""
     experts = Experts(8, 2, 640, dense_layers=dense)
-    shape = replace(DEEP, experts=experts, vocab=64)
-    made = make_plan(shape, pp=stages, accumulation=4, micro_batch=256)
+    shape = replace(DEEP, experts=experts, vocab=vocab)
+    made = make_plan(shape, pp=4, accumulation=4, micro_batch=256)
     model = make_model(shape)
     assert set(model.stages(made.candidate)) == shown
     totals = [
         play(model.tape(made.candidate, i), replace(made.candidate, accumulation=3)).peak
-        for i in range(stages)
+        for i in range(4)
     ]
     sizes = [peak.ledger.total for peak in totals]
-    assert made.played.peak.ledger.total == max(sizes)
+    assert made.played.peak.ledger.total == max(sizes) == sizes[largest]
     if dense:
         assert max(sizes) > 1.2 * max(sizes[0], sizes[-1])
         assert any("pipeline stage 3 of 4" in note for note in made.notes)
@@ -240,15 +225,6 @@ def test_the_lines_of_the_time_table_add_up(settings):
 
 
 # -- the simulate command
-def test_simulate_says_how_much_was_simulated_everywhere(tmp_path, capsys):
-    trace = tmp_path / "trace.json"
-    flags = ["--ranks", "16", "--accumulation", "16", "--tp", "2"]
-    assert run_simulate(["llama-3-8b", *flags, "--trace", str(trace)]) == 0
-    assert "of 3 of the 16 micro-batches" in " ".join(capsys.readouterr().out.split())
-    about = json.loads(trace.read_text())["otherData"]
-    assert (about["num_simulated_micro_batches"], about["num_micro_batches"]) == (3, 16)
-
-
 def test_positions_beside_an_embedding_that_is_a_unit_are_reduced_once_a_step():
     """The embedding's backward writes their gradient, which is the root's."""
     model = make_model(gpt_shape(4, 64, 4, 4096, positions=SEQ))
@@ -262,19 +238,13 @@ def test_positions_beside_an_embedding_that_is_a_unit_are_reduced_once_a_step():
     assert len(moved) == 1
 
 
-def test_all_devices_may_fail(capsys):
-    for degrees in ("", "--tp 4 --pp 2 --accumulation 2"):
-        arguments = f"llama-3-8b --ranks 64 {degrees} --mtbf-hours 8000 --json"
-        assert run_simulate(arguments.split()) == 0
-        assert json.loads(capsys.readouterr().out)["goodput"]["mtbf_s"] == 8000 * 3600 / 64
-
-
 def test_a_save_takes_what_the_hosts_link_takes(capsys):
     found = []
     for gpu in ("a100", "gh200"):  # PCIe 4 beside NVLink-C2C
-        arguments = f"llama-3-8b --ranks 8 --gpu {gpu} --tp 2 --mtbf-hours 1000"
+        arguments = f"llama-3-8b --ranks 16 --gpu {gpu} --tp 2 --mtbf-hours 1000"
         assert run_simulate([*arguments.split(), "--json"]) == 0
         goodput = json.loads(capsys.readouterr().out)["goodput"]
+        assert goodput["mtbf_s"] == 1000 * 3600 / 16  # all devices may fail
         found.append(goodput["checkpoint_fraction"] / goodput["kept_fraction"])
     host = [make_cluster(gpu, 8).node.host.device_link for gpu in ("a100", "gh200")]
     rates = [link.achieved_bytes_per_s for link in host]

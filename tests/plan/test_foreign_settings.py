@@ -1,13 +1,13 @@
 """DeepSpeed and accelerate files read for planning: planned, ignored with a reason, or refused."""
 
-import json
-
 import pytest
 
+from foreign_runs import write
 from shardwise.errors import ConfigError
 from shardwise.homes import Offload
 from shardwise.interop.foreign_settings import read_accelerate, read_deepspeed
 
+NAME = "accelerate.yaml"
 ZERO3_OFFLOAD = {
     "train_micro_batch_size_per_gpu": 4,
     "gradient_accumulation_steps": 8,
@@ -29,24 +29,12 @@ ZERO3_OFFLOAD = {
 }
 
 
-def write_json(folder, content):
-    path = folder / "ds.json"
-    path.write_text(json.dumps(content))
-    return path
-
-
 def unused(report):
     return report.ignored | report.auto
 
 
-def write_yaml(folder, text):
-    path = folder / "accelerate.yaml"
-    path.write_text(text)
-    return path
-
-
-def test_a_deepspeed_file_gives_stage_batch_precision_and_offload(tmp_path):
-    values, _ = read_deepspeed(write_json(tmp_path, ZERO3_OFFLOAD))
+def test_every_key_of_a_deepspeed_file_is_planned_or_listed_with_a_reason(tmp_path):
+    values, report = read_deepspeed(write(tmp_path, ZERO3_OFFLOAD))
     assert values == {
         "stage": 3,
         "precision": "bf16",
@@ -57,20 +45,6 @@ def test_a_deepspeed_file_gives_stage_batch_precision_and_offload(tmp_path):
         "prefetch_bytes": 100_000_000,
         "offload": Offload("nvme", None, "cpu", 0.3),
     }
-
-
-def test_quantized_weights_and_gradients_are_planned(tmp_path):
-    block = {"zero_quantized_weights": True, "zero_quantized_gradients": True, "stage": 3}
-    assert read_deepspeed(write_json(tmp_path, {"zero_optimization": block}))[0] == {
-        "precision": "fp32",
-        "stage": 3,
-        "gather": "int8",
-        "reduce": "int4-a2a",
-    }
-
-
-def test_every_key_is_planned_or_listed_with_a_reason(tmp_path):
-    _, report = read_deepspeed(write_json(tmp_path, ZERO3_OFFLOAD))
     assert set(unused(report)) == {
         "gradient_clipping",
         "steps_per_print",
@@ -84,11 +58,14 @@ def test_every_key_is_planned_or_listed_with_a_reason(tmp_path):
     assert all(unused(report).values())
 
 
-def test_auto_is_left_to_the_flags(tmp_path):
-    content = {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 2}}
-    values, report = read_deepspeed(write_json(tmp_path, content))
-    assert "micro_batch" not in values
-    assert "train_micro_batch_size_per_gpu" in unused(report)
+def test_quantized_weights_and_gradients_are_planned(tmp_path):
+    block = {"zero_quantized_weights": True, "zero_quantized_gradients": True, "stage": 3}
+    assert read_deepspeed(write(tmp_path, {"zero_optimization": block}))[0] == {
+        "precision": "fp32",
+        "stage": 3,
+        "gather": "int8",
+        "reduce": "int4-a2a",
+    }
 
 
 @pytest.mark.parametrize(
@@ -99,7 +76,7 @@ def test_auto_is_left_to_the_flags(tmp_path):
     ],
 )
 def test_what_cannot_be_read_names_file_and_key_as_for_a_run(tmp_path, content, named):
-    path = write_json(tmp_path, content)
+    path = write(tmp_path, content)
     with pytest.raises(ConfigError, match=named) as raised:
         read_deepspeed(path)
     assert str(path) in str(raised.value)
@@ -149,33 +126,31 @@ MESH = "num_processes: 8\nparallelism_config:\n" + "".join(
 def test_an_accelerate_file_gives_stage_ranks_and_replicas(
     text, planned, unused_key, remedy, tmp_path
 ):
-    values, report = read_accelerate(write_yaml(tmp_path, text))
+    values, report = read_accelerate(write(tmp_path, text, NAME))
     assert values == planned
     if unused_key is not None:
         assert remedy in unused(report)[unused_key]
 
 
-def test_accelerate_takes_the_deepspeed_file_that_it_names(tmp_path):
-    write_json(tmp_path, ZERO3_OFFLOAD)
+def test_a_named_deepspeed_file_decides_even_by_saying_nothing(tmp_path):
     text = "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: ds.json\n"
-    values, _ = read_accelerate(write_yaml(tmp_path, text))
-    assert values["stage"] == 3
-    assert values["offload"] == Offload("nvme", None, "cpu", 0.3)
+    offload = Offload("nvme", None, "cpu", 0.3)
+    for content, stage, where in (({}, 0, None), (ZERO3_OFFLOAD, 3, offload)):
+        write(tmp_path, content)
+        values, _ = read_accelerate(write(tmp_path, text, NAME))
+        assert (values["stage"], values.get("offload")) == (stage, where)
 
 
-def test_a_stage_at_auto_is_left_to_the_flags_and_a_comment_is_none_of_the_keys(tmp_path):
-    content = {"_comment": "for the big machine", "zero_optimization": {"stage": "auto"}}
-    values, report = read_deepspeed(write_json(tmp_path, content))
-    assert "stage" not in values
+def test_auto_and_checkpointing_are_left_to_the_flags_and_a_comment_is_no_key(tmp_path):
+    batch = "train_micro_batch_size_per_gpu"
+    content = {"_comment": "large", batch: "auto", "zero_optimization": {"stage": "auto"}}
+    content["activation_checkpointing"] = {"partition_activations": True}
+    values, report = read_deepspeed(write(tmp_path, content))
+    assert not {"micro_batch", "stage", "activation_checkpointing"} & values.keys()
+    assert "--activation-checkpointing full" in unused(report)["activation_checkpointing"]
+    assert batch in unused(report)
     assert "flags" in unused(report)["zero_optimization.stage"]
     assert unused(report)["_comment"] == "a comment"
-
-
-def test_a_named_deepspeed_file_decides_the_stage_even_by_saying_nothing(tmp_path):
-    text = "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: ds.json\n"
-    for content, stage in (({}, 0), ({"zero_optimization": {"stage": 1}}, 1)):
-        write_json(tmp_path, content)
-        assert read_accelerate(write_yaml(tmp_path, text))[0]["stage"] == stage
 
 
 @pytest.mark.parametrize(
@@ -188,28 +163,21 @@ def test_a_precision_left_to_the_flags_is_not_fp32(tmp_path, fp16, bf16, precisi
         "bf16": {"enabled": bf16},
         "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 1000},
     }
-    values, report = read_deepspeed(write_json(tmp_path, content))
+    values, report = read_deepspeed(write(tmp_path, content))
     assert values.get("precision") == precision
     assert values["prefetch_bytes"] == (4000 if precision == "fp32" else 2000)
     listed = {"fp16.enabled": fp16, "bf16.enabled": bf16}
     assert unused(report).keys() == {key for key, value in listed.items() if value == "auto"}
 
 
-def test_a_deepspeed_block_of_checkpointing_turns_none_on(tmp_path):
-    content = {"activation_checkpointing": {"partition_activations": True}}
-    values, report = read_deepspeed(write_json(tmp_path, content))
-    assert "activation_checkpointing" not in values
-    assert "--activation-checkpointing full" in unused(report)["activation_checkpointing"]
-
-
 @pytest.mark.parametrize("text", ["'false'", "'False'", "false"])
 def test_a_flag_in_quotes_is_a_flag(tmp_path, text):
     keys = ("fsdp_activation_checkpointing", "fsdp_offload_params", "fsdp_reshard_after_forward")
     lines = "".join(f"  {key}: {text}\n" for key in keys)
-    values, _ = read_accelerate(write_yaml(tmp_path, f"fsdp_config:\n{lines}"))
+    values, _ = read_accelerate(write(tmp_path, f"fsdp_config:\n{lines}", NAME))
     assert values == {"activation_checkpointing": "none", "stage": 2}
     on = f"fsdp_config:\n{lines}".replace("false", "true").replace("False", "True")
-    values, _ = read_accelerate(write_yaml(tmp_path, on))
+    values, _ = read_accelerate(write(tmp_path, on, NAME))
     assert values["activation_checkpointing"] == "full"
     assert values["offload"] == "cpu"
 
@@ -238,4 +206,4 @@ def test_a_flag_in_quotes_is_a_flag(tmp_path, text):
 )
 def test_a_bad_accelerate_file_names_the_key(tmp_path, text, named):
     with pytest.raises(ConfigError, match=named):
-        read_accelerate(write_yaml(tmp_path, text))
+        read_accelerate(write(tmp_path, text, NAME))

@@ -33,6 +33,7 @@ SHAPES = {
 }
 CPU = {"transport": "point_to_point"}
 FULL = {"activation_checkpointing": "full"}
+FIRST = {"loss": "fused", "micro_batch": 8}  # so that of a pipeline the first stage has the most
 HOST = Offload(optimizer="cpu", params="cpu")
 FILES = Offload(optimizer="nvme", params="nvme")
 # The model, and what the candidate has; 8 shards if it does not say.
@@ -55,6 +56,8 @@ CELLS = [
         for pp in (2, 4)
         for s in ("1f1b", "gpipe")
     ),
+    ("small", {"pp": 4, "accumulation": 2, **FIRST}),
+    ("latent", {"tp": 2}),
     ("tied", {"tp": 2, "pp": 2, "accumulation": 3, "kernels": "compiled"}),
     *(("experts", {"ep": ep, "tp": tp}) for ep, tp in ((2, 1), (8, 2), (1, 2))),
     ("shared experts", {"ep": 4, "tp": 2, "pp": 2, "accumulation": 2, **FULL}),
@@ -62,12 +65,14 @@ CELLS = [
     *(("small", {"gather": "fp8", "reduce": r}) for r in (None, "int4-a2a", "bf16-a2a")),
     ("small", {"gather": "int8", "reduce": "fp8-a2a", "num_replicas": 2, **CPU}),
     ("small", {"offload": HOST, "accumulation": 2}),
+    ("small", {"offload": HOST, "num_shards": 1}),
     ("small", {"offload": HOST, "stage": 2, "precision": "fp32", **CPU}),
     ("small", {"offload": replace(HOST, step_on="device")}),
     ("small", {"offload": replace(HOST, params="device", fraction=0.5), "stage": 2}),
     ("small", {"offload": FILES, "accumulation": 2}),
     ("small", {"offload": Offload(activations="cpu"), **FULL}),
     ("small", {"offload": Offload(activations="cpu"), "pp": 2, "accumulation": 4, **FULL}),
+    ("small", {"offload": Offload(activations="cpu"), "pp": 2, "accumulation": 4, **FULL, **FIRST}),
     ("small", {"optimizer_kernel": "foreach", "prefetch_bytes": 0, "bucket_bytes": 0}),
     ("small", {"optimizer_kernel": "loop", "step_in_backward": True, "reduces_in_flight": 1}),
     ("small", {"optimizer": "sgd", "reduce_every": "micro_batch", "accumulation": 2}),

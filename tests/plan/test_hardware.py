@@ -12,16 +12,14 @@ from shardwise.plan.machine.hardware import (
     make_cluster,
 )
 from shardwise.plan.machine.pricing import efficiencies_of
+from shardwise.plan.sizes import OPTIMIZERS, PRECISIONS
 
 GIB = 1 << 30
 
 
 def test_every_figure_of_the_catalogue_has_a_source():
-    entries = [
-        *accelerators().values(),
-        *links().values(),
-        *hosts().values(),
-    ]
+    tables = accelerators(), links(), hosts(), PRECISIONS, OPTIMIZERS
+    entries = [row for table in tables for row in table.values()]
     for family in {each.family for each in accelerators().values()}:
         entries += efficiencies_of(family).values()
     assert all(len(each.source) > 10 for each in entries)
@@ -58,14 +56,10 @@ def test_an_accelerator_is_found_however_it_is_written(written, meant):
     assert find_accelerator(written).name == meant
 
 
-@pytest.mark.parametrize("name", [*accelerators()])
-def test_every_accelerator_is_found_by_its_own_name(name):
-    assert find_accelerator(name) is accelerators()[name]
-    assert find_accelerator(name.lower()) is accelerators()[name]
-
-
-def test_every_link_and_host_is_found_by_its_own_name():
+def test_every_part_is_found_by_its_own_name():
     assert all(find_link(name) is links()[name] for name in links())
+    for name, each in accelerators().items():
+        assert find_accelerator(name) is find_accelerator(name.lower()) is each
     assert find_link("NVLink 4").name == "nvlink4"
     assert find_link("10GbE").name == "ethernet-10"
     assert find_link("HDR").name == "infiniband-hdr"
@@ -82,12 +76,6 @@ def test_every_link_and_host_is_found_by_its_own_name():
 def test_an_unknown_name_is_refused_with_the_nearest(find, written, nearest):
     with pytest.raises(ConfigError, match=f"{written}.*{nearest}"):
         find(written)
-
-
-def test_a_driver_reports_less_than_the_card_is_sold_as_and_matmuls_reach_less_than_the_peak():
-    for each in accelerators().values():
-        assert 0.9 <= each.memory_bytes / each.nominal_memory_bytes <= 1
-        assert all(0.5 < rate / each.peak[dtype] < 1 for dtype, rate in each.matmul.items())
 
 
 def test_figures_are_those_that_were_published():
@@ -137,6 +125,8 @@ def test_the_figures_of_the_catalogue_can_be():
                 assert 0 < figure < 1e18, (each.name, name)
     for chip in accelerators().values():
         assert all(0 < rate < 1e18 for rate in (*chip.peak.values(), *chip.matmul.values()))
+        assert all(0.5 < rate / chip.peak[dtype] < 1 for dtype, rate in chip.matmul.items())
+        assert 0.9 <= chip.memory_bytes / chip.nominal_memory_bytes <= 1  # the driver's, the card's
     for link in links().values():
         assert link.efficiency <= 1
         times = [size / rate for size, rate in link.curve]

@@ -21,6 +21,7 @@ NODES = {
     "dgx-a100": make_cluster("A100-80GB", 8, network="infiniband-hdr", host="dgx-a100").node,
     "dgx-h100": make_cluster("H100-80GB", 8, network="infiniband-ndr", host="dgx-h100").node,
     "hgx-h200": make_cluster("H200", 8, network="infiniband-ndr", host="dgx-h100").node,
+    "p5en": make_cluster("H200", 8, network="efa-v3", num_nics=16).node,
     "p6-b200": make_cluster("B200", 8, network="efa-v4", num_nics=8).node,
     "gb200-nvl72": make_cluster("GB200", 72, 72, num_nics=72, host="nvl72").node,
     "single-4090": make_cluster("RTX4090", 1, network="ethernet-10", host="desktop").node,
@@ -48,16 +49,19 @@ def bus_bandwidth(kind, payload_bytes, group, node):
 
 
 @pytest.mark.parametrize(
-    ("node", "published"),
+    ("node", "group", "published", "rel"),
     [
-        ("dgx-a100", {1: 19.8, 16: 126, 64: 203, 256: 217, 1024: 229}),
-        ("dgx-2", {1: 23.0, 16: 107, 64: 129, 256: 133, 1024: 135}),
+        ("dgx-a100", place(8, 1, 16), {1: 19.8, 16: 126, 64: 203, 256: 217, 1024: 229}, 0.02),
+        ("dgx-2", place(8, 1, 16), {1: 23.0, 16: 107, 64: 129, 256: 133, 1024: 135}, 0.02),
+        # EFA's own curve: the model takes latency off and puts it back.
+        ("p6-b200", place(32, 1, 8), {1: 5.37, 16: 64.43, 128: 197.94, 1024: 361.99}, 0.01),
+        ("p5en", place(32, 1, 8), {4096: 364.87}, 0.03),  # only its NIC's efficiency is from it
     ],
 )
-def test_the_published_curves_of_eight_gpus_are_met(node, published):
+def test_the_published_curves_are_met(node, group, published, rel):
     for mib, gigabytes in published.items():
-        found = bus_bandwidth("all_reduce", mib * MIB, place(8, 1, 16), NODES[node]) / 1e9
-        assert found == pytest.approx(gigabytes, rel=0.02)
+        found = bus_bandwidth("all_reduce", mib * MIB, group, NODES[node]) / 1e9
+        assert found == pytest.approx(gigabytes, rel=rel)
 
 
 def test_a_bucket_of_16_mib_gets_55_per_cent_of_the_asymptote_on_a100():
@@ -66,20 +70,6 @@ def test_a_bucket_of_16_mib_gets_55_per_cent_of_the_asymptote_on_a100():
         "all_reduce", 1 << 40, group, node
     )
     assert share == pytest.approx(0.55, abs=0.01)
-
-
-def test_four_nodes_of_b200_reach_what_was_measured():
-    """EFA's own curve: the model takes latency off and puts it back."""
-    for mib, gigabytes in {1: 5.37, 16: 64.43, 128: 197.94, 1024: 361.99}.items():
-        found = bus_bandwidth("all_reduce", mib * MIB, place(32, 1, 8), NODES["p6-b200"]) / 1e9
-        assert found == pytest.approx(gigabytes, rel=0.01)
-
-
-def test_four_nodes_of_h200_reach_what_was_measured():
-    """364.87 GB/s for 4 GiB on 32 ranks; only the NIC's efficiency is from this measurement."""
-    node = make_cluster("H200", 8, network="efa-v3", num_nics=16).node
-    found = bus_bandwidth("all_reduce", 4096 * MIB, place(32, 1, 8), node) / 1e9
-    assert found == pytest.approx(364.87, rel=0.03)
 
 
 def test_a_curve_scaled_from_nvlink_3_to_5_predicts_the_b200():
@@ -104,13 +94,6 @@ def test_ring_steps_and_bytes_are_thakurs_where_there_is_no_curve():
     assert collective_seconds("all_gather", payload, group, node) == pytest.approx(expected)
     tiny = 6.6e-6 + 63 * link.latency_s
     assert collective_seconds("all_gather", 1, group, node) == pytest.approx(tiny, rel=0.01)
-
-
-def test_all_nics_of_a_node_work_for_a_group_that_fills_it():
-    node, payload = NODES["dgx-h100"], 1 << 34
-    filling = collective_seconds("all_gather", payload, place(64, 1, 8), node)
-    strided = collective_seconds("all_gather", payload, place(8, 8, 8), node)
-    assert strided > 5 * filling  # one of eight NICs; NVLink sets the pace of the other
 
 
 def test_groups_are_placed_where_their_ranks_are():
@@ -138,12 +121,6 @@ def test_more_bytes_and_more_nodes_are_never_faster_and_more_bandwidth_is_never_
     faster = replace(node, intra=node.intra.scaled(factor), inter=node.inter.scaled(factor))
     for better in (faster, replace(node, num_nics=min(1024, 2 * node.num_nics))):
         assert collective_seconds(kind, less, group, better) <= took * (1 + 1e-9)
-
-
-@given(kinds, payloads, st.integers(1, 15), nodes)
-def test_more_ranks_of_a_node_are_never_faster(kind, payload, ranks, node):
-    took = [collective_seconds(kind, payload, place(n, 1, 16), node) for n in (ranks, ranks + 1)]
-    assert took[0] <= took[1] * (1 + 1e-9)
 
 
 @given(kinds, payloads, st.integers(1, 8), st.integers(1, 16), nodes)

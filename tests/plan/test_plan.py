@@ -77,6 +77,9 @@ def test_twice_the_bandwidth_or_speed_is_never_slower_and_needs_the_same_memory(
     ]
     assert all(p.step_s <= plans[0].step_s * (1 + 1e-9) for p in plans)
     assert len({p.played.peak.ledger.total for p in plans}) == 1
+    slow = [{"straggler": 9.0}, {"slow_link": 9.0}]
+    slower = [plan(make_model(shape), cluster, plans[0].candidate, **each) for each in slow]
+    assert all(p.step_s > plans[0].step_s for p in slower)
 
 
 # -- windows

@@ -40,7 +40,7 @@ def make_work(unit, phase, activations=0, grads=0):
     return Work(unit, phase, (cost,), peak, net)
 
 
-def make_tape(model, dtype="float32", recomputes=False):
+def make_tape(model, dtype="float32"):
     """Unit 0 is the root, unit 1 an embedding; the others follow one another."""
     units = tuple(make_unit(f"u{i}" if i else "", s, reads=i != 1) for i, s in enumerate(model))
     grads = [u.numel * DTYPE_BYTES[dtype] for u in units]
@@ -53,18 +53,13 @@ def make_tape(model, dtype="float32", recomputes=False):
     events += [Visit("before_backward", 0), make_work(0, "backward", -500, grads[0])]
     for i in reversed(range(1, last)):
         events.append(Visit("before_backward", i))
-        if recomputes and i > 1:
-            events += [Visit("before_forward", i, True), make_work(i, "recompute", 50)]
-            events += [Visit("after_forward", i, True), make_work(i, "backward", -50)]
         events += [make_work(i, "backward", -1000, grads[i])]
         events += [Visit("after_backward", i), make_work(0, "backward")]
     events += [Visit("after_backward", 0), make_work(0, "backward")]
     return Tape(units, tuple(events), dtype, 64, 32)
 
 
-# Memory.
-
-
+# -- memory
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "pure_bf16", "zero_paper"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_what_rests_is_what_the_accounting_says(stage, precision):
@@ -161,9 +156,7 @@ def test_more_prefetching_holds_no_less_and_never_more_than_its_budget(model, ca
     assert all(s == sent[0] for s in sent)
 
 
-# Order.
-
-
+# -- order
 @given(models, candidates, st.sampled_from([0, 1, 2, 3]))
 @settings(max_examples=40)
 def test_operations_wait_for_earlier_ones_and_the_optimizer_comes_last(model, candidate, stage):

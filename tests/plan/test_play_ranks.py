@@ -93,21 +93,20 @@ def loss_of(model, tokens):
     return nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), tokens.flatten())
 
 
+def freeze_some(model):
+    model.embed.requires_grad_(False)
+    model.blocks[1].requires_grad_(False)
+    model.blocks[2].up.requires_grad_(False)
+    return model
+
+
 def make_model(name):
-    if name == "net":
-        return Net()
-    if name == "tall net":
-        return Net(vocabulary=1000)
-    if name == "odd":
-        return OddModel(width=33)
-    if name == "unused":
-        return Unused()
-    if name == "frozen":
-        model = Net()
-        model.embed.requires_grad_(False)
-        model.blocks[1].requires_grad_(False)
-        model.blocks[2].up.requires_grad_(False)
-        return model
+    made = {
+        **{"net": Net, "tall net": partial(Net, vocabulary=1000), "unused": Unused},
+        **{"odd": partial(OddModel, width=33), "frozen": lambda: freeze_some(Net())},
+    }
+    if name in made:
+        return made[name]()
     config = TrainConfig(
         dim=64,
         layers=3,

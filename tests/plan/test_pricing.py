@@ -62,19 +62,6 @@ def test_many_small_operations_take_the_hosts_time():
     assert cpu.seconds(one) == pytest.approx(1e9 / (10e9 * 0.84) + 100 * (3e-6 + 5e-6))
 
 
-def test_ranks_are_numbered_from_tensor_to_pipeline():
-    cluster = make_cluster("H100", 256)
-    candidate = Candidate(num_shards=8, num_replicas=2, tp=4, cp=2, pp=2)
-    groups = Prices(cluster, candidate).groups
-    assert groups["tensor"] == Group(4, 4, 1)
-    assert groups["context"] == Group(2, 2, 1)
-    assert groups["shard"] == Group(16, 2, 8)  # context ranks shard too
-    assert groups["replicate"] == Group(2, 1, 2)
-    assert Prices(make_cluster("H100", 16), Candidate(num_shards=16)).groups["shard"] == Group(
-        16, 8, 2
-    )
-
-
 def test_an_axis_of_one_rank_costs_nothing():
     prices = Prices(make_cluster("H100", 1), Candidate())
     assert prices.seconds(op(Collective("all_gather", "shard", 1 << 30, 0, 5), "shard")) == 0

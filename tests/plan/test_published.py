@@ -41,10 +41,6 @@ def report(published, cells):
     return published.evaluate(published.read_rows(cells.TABLES[0]), with_time=False)
 
 
-def row_of(cells, **given):
-    return cells.Row({"id": "R1", **given})
-
-
 def test_a_row_is_predicted_by_the_plan_of_its_candidate(published, cells):
     """torchtitan's Llama-3-8B with 8-way ZeRO-3: memory and time are those of `plan`, unchanged."""
     row = next(r for r in published.read_rows(cells.TABLES[0]) if r.id == "R001")
@@ -153,4 +149,4 @@ def test_a_table_without_columns_has_no_rows_to_predict(published, tmp_path):
 # -- cells: for each meaning several ways to write it
 def test_unknown_words_are_reported(cells):
     assert cells.read_checkpointing("selective frobnicate")[1] == ("frobnicate",)
-    assert cells.read_offload(row_of(cells, offload="CPU, gizmo"))[1] == ("gizmo",)
+    assert cells.read_offload(cells.Row({"id": "R1", "offload": "CPU, gizmo"}))[1] == ("gizmo",)

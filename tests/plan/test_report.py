@@ -47,29 +47,17 @@ def searched():
     return search(make_model(), cluster_of_ranks(4), space, Limits(max_memory_bytes=3 << 30))
 
 
-def all_facts(made, searched):
-    goodput = expected_goodput(0.5, mtbf_s=450e3, back_s=420, interval_s=600, stall_s=1)
-    return [
-        plan_facts(made),
-        search_facts(searched),
-        scaling_facts([made, made]),
-        asdict(goodput),
-    ]
-
-
 def test_efficiency_is_throughput_per_rank_beside_the_smallest(made):
     slower = replace(made, step_s=1.25 * made.step_s)
     rows = scaling_facts([made, slower])
     assert [row["efficiency_fraction"] for row in rows] == [1, pytest.approx(0.8)]
 
 
-def figures_of(facts):
-    return list(figures(facts))
-
-
 def test_every_figure_has_its_unit_in_a_key_and_bytes_are_whole(made, searched):
-    for facts in all_facts(made, searched):
-        found = figures_of(facts)
+    goodput = expected_goodput(0.5, mtbf_s=450e3, back_s=420, interval_s=600, stall_s=1)
+    scaling = scaling_facts([made, made])
+    for facts in (plan_facts(made), search_facts(searched), scaling, asdict(goodput)):
+        found = list(figures(facts))
         assert len(found) >= 8
         assert [key for key, _, has_unit in found if not has_unit] == []
         for key, value, _ in found:

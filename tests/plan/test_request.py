@@ -222,6 +222,8 @@ def test_the_batch_of_a_train_file_decides_accumulation(tmp_path):
     assert set_up_tiny(tmp_path, more, accumulation=5).candidate.accumulation == 5
     assert set_up_tiny(tmp_path, more, micro_batch=2).candidate.accumulation == 6
     assert set_up_tiny(tmp_path, more, tokens_per_step="4k").candidate.accumulation == 31
+    own = "accumulation: 7\nranks: 2\nmicro_batch: 1\n"
+    assert set_up_tiny(tmp_path, own, tokens_per_step=64).candidate.accumulation == 2
     longer = set_up_tiny(tmp_path, more, seq=32)
     assert longer.candidate.accumulation == 3
     assert longer.tokens_per_step == 24 * 32
@@ -239,11 +241,6 @@ def test_a_file_whose_batch_does_not_agree_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"global_batch: 24 are not .*4 x accumulation 2 x 2"):
         set_up_tiny(tmp_path, more)
     assert set_up_tiny(tmp_path, more, accumulation=3).candidate.accumulation == 3
-
-
-def test_tokens_per_step_decide_accumulation_over_a_files_own(tmp_path):
-    setup = set_up_tiny(tmp_path, "accumulation: 7\nranks: 2\nmicro_batch: 1\n", tokens_per_step=64)
-    assert setup.candidate.accumulation == 2
 
 
 def test_a_search_with_the_batch_of_a_file_keeps_it(tmp_path):
@@ -317,9 +314,19 @@ def test_a_name_that_is_not_there_is_told_with_what_is_near(name, flags, words):
     assert [word for word in words if word not in str(error.value)] == []
 
 
-def test_an_unknown_key_in_a_train_file_is_told_with_the_nearest(tmp_path):
-    with pytest.raises(ConfigError, match=r"tiny.yaml: unknown key 'dimm'; did you mean 'dim'"):
-        set_up_tiny(tmp_path, "dimm: 3\n")
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ("dimm: 3\n", "tiny.yaml: unknown key 'dimm'; did you mean 'dim'"),
+        (
+            "accumulation: 3\naccumulation_order: breadth_first\n",
+            "accumulation_order: plans have depth_first alone",
+        ),
+    ],
+)
+def test_a_train_file_that_has_no_plan_is_refused(more, told, tmp_path):
+    with pytest.raises(ConfigError, match=told):
+        set_up_tiny(tmp_path, more)
 
 
 @pytest.mark.parametrize(
@@ -348,11 +355,6 @@ def test_a_plan_that_becomes_a_run_is_planned_as_the_same_again(more, tmp_path):
     again = set_up(str(path), ask())
     assert again.candidate == first.candidate
     assert run_of(again.candidate, load_config(path, {})) == load_config(path, {})
-
-
-def test_a_run_whose_micro_batches_go_layer_by_layer_has_no_plan(tmp_path):
-    with pytest.raises(ConfigError, match="accumulation_order: plans have depth_first alone"):
-        set_up_tiny(tmp_path, "accumulation: 3\naccumulation_order: breadth_first\n")
 
 
 # -- presets that `shardwise train` can train

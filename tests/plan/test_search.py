@@ -43,6 +43,10 @@ def enumerate_by_hand(shape, tokens=None):
     return found
 
 
+def met_in(found):
+    return [p.candidate for p in found.pareto] + [r.candidate for r in found.rejected]
+
+
 @pytest.fixture(scope="module")
 def by_hand():
     return enumerate_by_hand(SHAPE)
@@ -54,7 +58,7 @@ def whole():
 
 
 def test_every_candidate_is_looked_at_once_and_those_that_lost_have_a_reason(whole, by_hand):
-    met = [p.candidate for p in whole.pareto] + [r.candidate for r in whole.rejected]
+    met = met_in(whole)
     assert len(met) == len(set(met)) == whole.num_candidates > whole.num_played
     assert set(met) == set(by_hand)
     assert all(r.reason.strip() for r in whole.rejected)
@@ -85,7 +89,7 @@ def test_formats_are_kept_where_they_can_be(whole):
     offloads = (Offload(), Offload(optimizer="cpu"))
     base = replace(SPACE.base, gather="int8", reduce="int8-a2a")
     found = search(MODEL, CLUSTER, replace(SPACE, base=base, offloads=offloads))
-    met = [p.candidate for p in found.pareto] + [r.candidate for r in found.rejected]
+    met = met_in(found)
     assert {(c.gather, c.reduce) for c in met} == {("int8", "int8-a2a")}
     assert {c.stage for c in met} == {1, 2, 3}
     assert not any(c.stage == 3 and c.offload.moves_state for c in met)
@@ -100,8 +104,7 @@ def test_with_less_memory_the_winner_is_the_fastest_of_those_that_fit(share, by_
     assert found.winner is not None
     assert found.winner.tokens_per_s == max(p.tokens_per_s for p in fitting)
     assert all(p.memory.high_bytes <= most for p in found.pareto)
-    missing = set(by_hand) - {p.candidate for p in found.pareto}
-    missing -= {r.candidate for r in found.rejected}
+    missing = set(by_hand) - {*met_in(found)}
     assert all(by_hand[c].memory.high_bytes > most for c in missing)
 
 
@@ -172,7 +175,7 @@ def test_each_micro_batch_that_was_asked_for_has_a_reason():
         found = search(MODEL, CLUSTER, space, limits)
         assert {p.candidate.micro_batch for p in found.pareto} <= {1, 3}
         per_family = {}
-        for lost in [p.candidate for p in found.pareto] + [r.candidate for r in found.rejected]:
+        for lost in met_in(found):
             family = replace(lost, micro_batch=1, accumulation=1)
             per_family.setdefault(family, set()).add(lost.micro_batch)
         assert all(met == {1, 3, 1 << 14, 1 << 15} for met in per_family.values())
@@ -192,8 +195,7 @@ def test_more_memory_than_the_device_has_is_not_used():
 def test_without_batches_micro_batches_double_until_they_do_not_fit():
     space = replace(SPACE, stages=(3,), micro_batches=(), prefetch_units=(1,))
     found = search(MODEL, CLUSTER, space, Limits(max_memory_bytes=3 << 30))
-    met = {p.candidate.micro_batch for p in found.pareto}
-    met |= {r.candidate.micro_batch for r in found.rejected}
+    met = {candidate.micro_batch for candidate in met_in(found)}
     assert met == {1 << i for i in range(len(met))}
     assert any("by its formulas" in r.reason for r in found.rejected)
 
@@ -210,7 +212,7 @@ def test_nodes_and_degrees_are_placed_and_offloaded_parameters_differ_at_stage_3
         degrees=((1, 1, 1), (2, 1, 1), (3, 1, 1)),
     )
     found = search(MODEL, cluster, space)
-    met = [p.candidate for p in found.pareto] + [r.candidate for r in found.rejected]
+    met = met_in(found)
     placed = {(c.num_shards, c.num_replicas, c.tp) for c in met}
     assert placed == {(16, 1, 1), (8, 2, 1), (8, 1, 2)}
     assert {c.stage for c in met if c.offload.params == "cpu"} == {3}

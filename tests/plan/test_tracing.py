@@ -9,9 +9,9 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
+from allocator import traced
 from decoders import flops_of, num_params_of
 from memory_cells import CONFIGS, LLAMA_LIKE
 from shardwise.errors import ConfigError
@@ -22,7 +22,6 @@ from shardwise.plan.model.models import (
     module_source,
     shape_source,
 )
-from shardwise.plan.model.presets import find_model, find_preset
 from shardwise.plan.model.shapes import gpt_shape, llama_shape
 from shardwise.plan.model.tape import Visit, Work
 from shardwise.plan.model.tracing import trace
@@ -66,7 +65,7 @@ def test_experts_cost_the_products_of_the_rows_that_they_are_given(tmp_path, dty
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model_type": "mixtral", **MIXTRAL}))
     tape = tape_of(huggingface_source(path), False, 2, 64, compute_dtype=dtype)
-    works = [e for e in tape.events if isinstance(e, Work)]
+    works = works_of(tape)
     found = sum(c.flops for w in works for c in w.costs if c.kind == "matmul")
     tokens, dim, ffn = 2 * 64, LLAMA_LIKE["hidden_size"], LLAMA_LIKE["intermediate_size"]
     attention = 2 * dim * dim + 2 * dim * 2 * 64
@@ -86,12 +85,12 @@ def test_most_products_have_the_dtype_of_the_parameters_where_nothing_is_cast():
     assert (tape.compute_dtype, tape.matmul_dtype) == ("float32", "bfloat16")
 
 
-def peak_alone(tape):
-    """Replay the tape of the plain module: all gradients stay."""
-    return peak_of([e for e in tape.events if isinstance(e, Work)])
+def works_of(tape):
+    return [e for e in tape.events if isinstance(e, Work)]
 
 
 def peak_of(works):
+    """Replay works of the plain module: all gradients stay."""
     total = peak = 0
     for work in works:
         peak = max(peak, total + work.peak.total)
@@ -118,42 +117,27 @@ def real_twin(source, checkpointed):
 def allocator_peak(source, model, micro_batch, seq):
     """Return the largest sum of the CPU allocator's own trace over one forward and backward."""
     batch = source.make_batch(micro_batch, seq)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as traced:
-        loss = source.loss(model, batch)
-        loss.backward()
-        del loss
-    events = traced.profiler.kineto_results.events()
-    changes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
-    total = peak = 0
-    for _, num_bytes in sorted(changes, key=lambda change: change[0]):
-        total += num_bytes
-        peak = max(peak, total)
-    return peak
+    with traced() as allocator, allocator.window("step"):
+        source.loss(model, batch).backward()
+    return allocator.peak("step") - allocator.before("step")
 
 
-def assert_within_a_percent(source, checkpointed):
+@pytest.mark.parametrize(
+    ("model", "checkpointed"),
+    [
+        *(({}, True), ({"tied_head": True}, False)),
+        *(({"dropout": 0.1}, True), ({"dropout": 0.1}, False)),
+        *((family, place % 2 == 1) for place, family in enumerate(FAMILIES)),
+    ],
+    ids=str,
+)
+def test_the_peak_is_that_of_the_allocators_trace(model, checkpointed, tmp_path):
+    is_ours = isinstance(model, dict)
+    source = decoder_source(**model) if is_ours else family_source(model, tmp_path)
     tape = tape_of(source, checkpointed)
     real = allocator_peak(source, real_twin(source, checkpointed), 4, 256)
     assert real > 20 * MIB
-    assert abs(peak_alone(tape) / real - 1) < 0.01
-
-
-@pytest.mark.parametrize(
-    ("keys", "checkpointed"),
-    [({}, True), ({"tied_head": True}, False), ({"dropout": 0.1}, True), ({"dropout": 0.1}, False)],
-    ids=str,
-)
-def test_the_decoders_peak_is_that_of_the_allocators_trace(keys, checkpointed):
-    assert_within_a_percent(decoder_source(**keys), checkpointed)
-
-
-@pytest.mark.parametrize(
-    ("family", "checkpointed"), [(family, place % 2 == 1) for place, family in enumerate(FAMILIES)]
-)
-def test_the_peak_of_a_transformers_model_is_that_of_the_allocators_trace(
-    family, checkpointed, tmp_path
-):
-    assert_within_a_percent(family_source(family, tmp_path), checkpointed)
+    assert abs(peak_of(works_of(tape)) / real - 1) < 0.01
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
@@ -162,7 +146,7 @@ def test_gradients_that_join_a_sum_are_alive_one_by_one(checkpointed):
     model = real_twin(source, checkpointed)
     source.loss(model, source.make_batch(1, 64)).backward()
     real = allocator_peak(source, model, 1, 64)
-    works = [e for e in tape_of(source, checkpointed, 1, 64).events if isinstance(e, Work)]
+    works = works_of(tape_of(source, checkpointed, 1, 64))
     summed = [replace(w, peak=w.summed_peak, net=w.summed_net) for w in works]
     assert abs(peak_of(summed) / real - 1) < 0.01 < peak_of(works) / real - 1
     assert sum(w.net.total for w in summed) == 0
@@ -171,7 +155,7 @@ def test_gradients_that_join_a_sum_are_alive_one_by_one(checkpointed):
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_a_tape_ends_with_the_gradients_and_nothing_else(checkpointed):
     tape = tape_of(decoder_source(tied_head=True), checkpointed, compute_dtype="bfloat16")
-    works = [e for e in tape.events if isinstance(e, Work)]
+    works = works_of(tape)
     assert sum(w.net.grad_full for w in works) == 2 * num_params_of(tape)
     assert sum(w.net.activations for w in works) == sum(w.net.logits for w in works) == 0
     assert all(w.net.temporary == 0 for w in works)
@@ -189,7 +173,7 @@ def test_every_visit_is_followed_by_one_work(checkpointed):
 def test_what_a_checkpoint_inside_a_unit_recomputes_is_told_apart(tmp_path):
     source = family_source("llama", tmp_path)
     plain, checkpointed = tape_of(source, False, 2, 32), tape_of(source, True, 2, 32)
-    works = [e for e in checkpointed.events if isinstance(e, Work)]
+    works = works_of(checkpointed)
     recomputed = sum(c.flops for w in works if w.phase == "recompute" for c in w.costs)
     assert recomputed == flops_of(checkpointed) - flops_of(plain) > 0
     assert not any(e.recomputes for e in checkpointed.events if isinstance(e, Visit))
@@ -214,26 +198,12 @@ def test_the_flops_are_those_that_torch_counts(checkpointed):
     model, counter = real_twin(source, checkpointed), FlopCounterMode(display=False)
     with counter:
         source.loss(model, source.make_batch(4, 256)).backward()
-    products = sum(
-        c.flops for e in tape.events if isinstance(e, Work) for c in e.costs if c.kind == "matmul"
-    )
+    products = sum(c.flops for w in works_of(tape) for c in w.costs if c.kind == "matmul")
     attention = flops_of(tape) - products
     counted = counter.get_total_flops()
     forward = 4 * 4 * 4 * 256 * 256 * 32 * 3 / 2  # two causal products per head, B, H and layer
     assert attention == pytest.approx(forward * (4 if checkpointed else 3))  # backward twice
     assert counted in (products, products + 2 * attention)  # torch counts the square, or nothing
-
-
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_a_preset_of_a_llama_does_what_the_built_in_decoder_does(checkpointed):
-    shape = find_preset("demo").shape
-
-    def build(checkpointed):
-        config = TrainConfig(kv_heads=8, activation_checkpointing=checkpointed)
-        return Decoder(config, shape.vocab)
-
-    built_in = tape_of(module_source("demo", build, 64), checkpointed, seq=64)
-    assert tape_of(find_model("demo"), checkpointed, seq=64).events == built_in.events
 
 
 class Reads(nn.Module):
@@ -300,41 +270,6 @@ def test_units_open_and_close_in_backward_as_often_as_they_should():
     grads = sum(e.net.grad_full for e in tape.events if isinstance(e, Work))
     assert grads == 4 * 2 * 72
     assert all(isinstance(b, Work) for a, b in pairwise(tape.events) if isinstance(a, Visit))
-
-
-def test_the_visits_are_the_calls_of_the_engine(tmp_path):
-    """The same model, sharded over one rank: which unit the engine is called for, in order."""
-    import torch.distributed as dist
-
-    import shardwise
-    from shardwise.engine.api import engine_of
-
-    source = decoder_source(tied_head=True)
-    tape = tape_of(source, True, 2, 16)
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        model = shardwise.shard(real_twin(source, True), stage=3)
-        engine, calls = engine_of(model), []
-        seen = {
-            "before_forward": "before_forward",
-            "after_forward": "after_forward",
-            "on_backward": "before_backward",
-            "on_unit_over": "after_backward",
-        }
-        for method, kind in seen.items():
-            of = engine.backward if method.startswith("on_") else engine
-            plain = getattr(of, method)
-
-            def call(unit, *args, plain=plain, kind=kind):
-                calls.append((kind, unit.index))
-                return plain(unit, *args)
-
-            setattr(of, method, call)
-        source.loss(model, source.make_batch(2, 16)).backward()
-    finally:
-        dist.destroy_process_group()
-    visits = [(e.kind, e.unit) for e in tape.events if isinstance(e, Visit)]
-    assert visits == calls
 
 
 def test_a_model_is_traced_once_for_all_that_does_not_change_its_tape():

@@ -72,7 +72,7 @@ def _findings(
     save_every: int | None,
 ) -> tuple[str, ...]:
     """Train an observed model on this group's ranks; return the doctor's codes on each."""
-    steps = 30 if is_long else 9 if slow else 2
+    steps = 20 if is_long else 8 if slow else 2
     found: list[object] = [None]
     with tempfile.TemporaryDirectory() as folder:
         place = [folder]

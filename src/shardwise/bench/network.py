@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise.bench.stopwatch import Stopwatch
@@ -26,27 +27,21 @@ _MESSAGE_PAYLOAD = 8 << 20
 _ITEM_BYTES = 4
 
 
-class Network:
-    """The ranks of this machine as groups of ``group_size``, all of them busy at once."""
-
-    def __init__(self, watch: Stopwatch, group_size: int) -> None:
-        self._watch = watch
-        self._axes = axes_of_groups(watch, group_size)
-
-    def starter(self, kind: str, payload: int, num_messages: int = 1) -> Callable[[], Pending]:
-        """Return what starts a collective of ``payload`` bytes in all, in equal messages."""
-        return collective_starter(self._axes, self._watch.device, kind, payload, num_messages)
-
-    def seconds(self, kind: str, payload: int, num_messages: int = 1) -> float:
-        """Return the seconds of one collective that nothing runs beside."""
-        start = self.starter(kind, payload, num_messages)
-        return self._watch.seconds(lambda: start().wait(), in_step=True)
+def collective_seconds(
+    watch: Stopwatch, axes: DataAxes, kind: str, payload: int, num_messages: int = 1
+) -> float:
+    """Return the seconds of one collective that nothing runs beside."""
+    start = collective_starter(axes, watch.device, kind, payload, num_messages)
+    return watch.seconds(lambda: start().wait(), in_step=True)
 
 
 def collective_starter(
     axes: DataAxes, device: torch.device, kind: str, payload: int, num_messages: int = 1
 ) -> Callable[[], Pending]:
-    """Return what starts a collective along the shard axis, of ``payload`` bytes in all."""
+    """Return a function that starts a collective along the shard axis.
+
+    It has ``payload`` bytes in all, in equal messages.
+    """
     comm, axis = Comm(axes, device), axes.shard
     share = max(1, payload // _ITEM_BYTES // axis.size // num_messages)
     segment = Segment(share * axis.size, share, 0, 0)
@@ -82,12 +77,11 @@ def collective_curves(watch: Stopwatch, group_size: int, sums: Curve | None) -> 
     ``sums``: what this rank's own sums take, where the transport runs them in ``wait``. They are
     left out, since a program has them as separate operations.
     """
-    network = Network(watch, group_size)
-    curves = {}
+    axes, curves = axes_of_groups(watch, group_size), {}
     for kind in ("all_gather", "reduce_scatter"):
 
         def measure(payload: int, kind: str = kind) -> Sequence[float]:
-            return [network.seconds(kind, payload)]
+            return [collective_seconds(watch, axes, kind, payload)]
 
         points = []
         for payload, (seconds,) in watch.sweep(_PAYLOADS, measure):
@@ -101,9 +95,10 @@ def collective_curves(watch: Stopwatch, group_size: int, sums: Curve | None) -> 
 
 def message_seconds(watch: Stopwatch) -> float:
     """Return what each further message to one peer adds to a collective of the same bytes."""
-    network = Network(watch, watch.num_ranks)
+    axes = axes_of_groups(watch, watch.num_ranks)
     one, many = (
-        network.seconds("all_gather", _MESSAGE_PAYLOAD, count) for count in (1, _NUM_MESSAGES)
+        collective_seconds(watch, axes, "all_gather", _MESSAGE_PAYLOAD, count)
+        for count in (1, _NUM_MESSAGES)
     )
     peers = watch.num_ranks - 1 if watch.device.type == "cpu" else 1
     return max(0.0, many - one) / (_NUM_MESSAGES - 1) / peers
@@ -116,11 +111,17 @@ def measure_overlap(watch: Stopwatch) -> float:
     other, less when they take longer: then they empty each other's caches, or ranks wait for each
     other. The mean over both collectives of the engine, in as many messages as a unit has.
     """
-    network, product = Network(watch, watch.num_ranks), _products(watch)
+    axes = axes_of_groups(watch, watch.num_ranks)
+    left, right = (torch.ones(512, 512, device=watch.device) for _ in range(2))
     hidden = []
+
+    def product() -> Tensor:
+        return F.linear(left, right)
+
     for kind in ("all_gather", "reduce_scatter"):
-        start = network.starter(kind, _OVERLAP_PAYLOAD, _OVERLAP_MESSAGES)
-        alone = network.seconds(kind, _OVERLAP_PAYLOAD, _OVERLAP_MESSAGES)
+        sizes = kind, _OVERLAP_PAYLOAD, _OVERLAP_MESSAGES
+        start = collective_starter(axes, watch.device, *sizes)
+        alone = collective_seconds(watch, axes, *sizes)
         count = max(1, round(_TIMES_LONGER * alone / watch.seconds(product, in_step=True)))
 
         def compute(count: int = count) -> None:
@@ -135,11 +136,6 @@ def measure_overlap(watch: Stopwatch) -> float:
         computing = watch.seconds(compute, in_step=True)
         hidden.append(1 - (watch.seconds(both, in_step=True) - computing) / alone)
     return min(1.0, max(-1.0, sum(hidden) / len(hidden)))
-
-
-def _products(watch: Stopwatch) -> Callable[[], object]:
-    left, right = (torch.ones(512, 512, device=watch.device) for _ in range(2))
-    return lambda: F.linear(left, right)
 
 
 _TRANSFERS = [1 << i for i in range(12, 29, 2)]

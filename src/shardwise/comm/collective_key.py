@@ -19,6 +19,7 @@ _DESCRIPTIONS = {
     "(tensor)": "a whole tensor",
     "(tokens)": "how many tokens each rank has",
 }
+_OF_TENSORS = ("broadcast", "exchange")  # kinds whose `unit` is one tensor
 _SEPARATOR = "|"
 _MAX_RANKS_SHOWN = 8
 
@@ -57,7 +58,7 @@ class CollectiveKey:
         about = f" ({self.about})" if self.about else ""
         if not self.axis:
             return self.kind + about
-        unit = f"{'' if self.kind == 'broadcast' else 'unit '}'{self.unit or '(root)'}'"
+        unit = f"{'' if self.kind in _OF_TENSORS else 'unit '}'{self.unit or '(root)'}'"
         return f"{self.kind} of {_DESCRIPTIONS.get(self.unit, unit)}{about} over axis '{self.axis}'"
 
     def __str__(self) -> str:

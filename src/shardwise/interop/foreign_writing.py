@@ -109,7 +109,17 @@ def to_deepspeed(config: TrainConfig, source: str) -> tuple[JsonObject, Report]:
         if config.stage > 0:  # DeepSpeed refuses it at stage 0
             out["data_types"] = {"grad_accum_dtype": "fp32"}
     _write_optimizer(writer)
-    _write_schedule(writer)
+    if (curve := config.curve) is not None:
+        options = {k: config.lr if v is None else v for k, v in curve.given.items()}
+        out["scheduler"] = {"type": curve.name, "params": options}
+        writer.mapped("schedule_options", "scheduler.params")
+    elif config.schedule == "constant" and not config.warmup_steps:
+        writer.mapped("schedule", "no scheduler")
+    else:
+        for key in ("schedule", "warmup_steps", "min_lr"):
+            writer.lost(key, "DeepSpeed has no such curve; make the scheduler in the script")
+        if "schedule" not in config.model_fields_set:
+            writer.mapped("lr", "without the schedule, cosine by default")
     return out, writer.report(source)
 
 
@@ -134,21 +144,6 @@ def _write_optimizer(writer: _Writer) -> None:
         writer.lost("optimizer_options", why)
     else:
         writer.mapped("optimizer_options", "optimizer.params")
-
-
-def _write_schedule(writer: _Writer) -> None:
-    config, curve = writer.config, writer.config.curve
-    if curve is not None:
-        options = {k: config.lr if v is None else v for k, v in curve.given.items()}
-        writer.out["scheduler"] = {"type": curve.name, "params": options}
-        writer.mapped("schedule_options", "scheduler.params")
-    elif config.schedule == "constant" and not config.warmup_steps:
-        writer.mapped("schedule", "no scheduler")
-    else:
-        for key in ("schedule", "warmup_steps", "min_lr"):
-            writer.lost(key, "DeepSpeed has no such curve; make the scheduler in the script")
-        if "schedule" not in config.model_fields_set:
-            writer.mapped("lr", "without the schedule, cosine by default")
 
 
 def to_accelerate(

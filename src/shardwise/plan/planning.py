@@ -51,7 +51,7 @@ from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.model.tape import DEGREE_KINDS, CostKind, Tape, Work
 from shardwise.plan.sizes import DtypeName
 from shardwise.plan.step.play import play
-from shardwise.plan.step.program import Collective, Compute, Op, Played, Stream
+from shardwise.plan.step.program import Collective, Compute, Op, Played, Program, Stream
 from shardwise.plan.timing.simulate import COMMUNICATING, OFFLOADING, Simulated, simulate
 
 if TYPE_CHECKING:
@@ -96,7 +96,8 @@ def plan_memory(
         stages = {0: tape or model.tape(candidate)}
     # See Note [Context ranks are shard ranks].
     played_as, chip = candidate.with_context_shards, cluster.node.accelerator
-    played = {number: play_shown(each, played_as) for number, each in stages.items()}
+    shown = replace(played_as, accumulation=_num_shown(candidate))
+    played = {number: play(each, shown) for number, each in stages.items()}
     stage = max(played, key=lambda number: played[number].peak.ledger.total)
     largest = played[stage]
     # Gradients that are gone at the peak are cached there.
@@ -148,7 +149,7 @@ def plan(
     last = max(windows, key=lambda n: windows[n].window_s + others * windows[n].micro_batch_s)
     slowest, in_memory, in_time = windows[last], memory.tapes[memory.stage], memory.tapes[last]
     largest = windows[memory.stage]
-    sends_s, sent = _sends(model, cluster, candidate)
+    sends_s, program = _sends(model, cluster, candidate, largest.played.program)
     fill_s = others * slowest.micro_batch_s
     return Plan(
         model=model.name,
@@ -156,7 +157,7 @@ def plan(
         candidate=candidate,
         num_params=model.num_params,
         seq=model.seq,
-        played=_with_traffic(largest.played, sent),
+        played=replace(largest.played, program=program),
         memory=memory.device,
         room=memory.room,
         simulated=slowest.simulated,
@@ -183,25 +184,20 @@ _SURENESS = (
 
 
 def _sends(
-    model: Model, cluster: Cluster, candidate: Candidate
-) -> tuple[float, dict[str, tuple[int, int]]]:
-    """Return the seconds of a step's sends between stages; bytes and number of an outer stage's."""
+    model: Model, cluster: Cluster, candidate: Candidate, program: Program
+) -> tuple[float, Program]:
+    """Return the seconds of a step's sends between stages; count an outer stage's in a program."""
     stages = candidate.pp
     if stages == 1 or not isinstance(model, ShapedModel):
-        return 0.0, {}
+        return 0.0, program
     node, num_bytes = cluster.node, model.boundary_bytes(candidate)
     group = place(stages, candidate.world_size // stages, node.num_accelerators)
     each = 2 * send_seconds(num_bytes, group.num_nodes > 1, node)
-    sent = {"pp.send": (candidate.accumulation * num_bytes, candidate.accumulation)}
-    return (candidate.accumulation + stages - 1) * each, sent
-
-
-def _with_traffic(played: Played, more: Mapping[str, tuple[int, int]]) -> Played:
-    """Add (bytes, number) of what a rank sends beside the engine's collectives."""
-    program = played.program
-    sent = {**program.sent_bytes, **{name: sent for name, (sent, _) in more.items()}}
-    num = {**program.num_collectives, **{name: num for name, (_, num) in more.items()}}
-    return replace(played, program=replace(program, sent_bytes=sent, num_collectives=num))
+    num = candidate.accumulation
+    sent = {**program.sent_bytes, "pp.send": num * num_bytes}
+    counts = {**program.num_collectives, "pp.send": num}
+    counted = replace(program, sent_bytes=sent, num_collectives=counts)
+    return (num + stages - 1) * each, counted
 
 
 def _model_parallel(simulated: Simulated, seconds: Callable[[Op], float]) -> dict[str, float]:
@@ -273,12 +269,8 @@ class Window:
     micro_batch_s: float
 
 
-def play_shown(tape: Tape, candidate: Candidate) -> Played:
-    """Play as many micro-batches of a step as Note [Long windows] shows."""
-    return play(tape, replace(candidate, accumulation=_num_shown(candidate)))
-
-
 def _num_shown(candidate: Candidate) -> int:
+    """Return the micro-batches of a step that are played; see Note [Long windows]."""
     disks = "nvme" in candidate.offload.tiers
     return min(candidate.accumulation, _LONGEST_WITH_DISKS if disks else _LONGEST_PLAYED)
 
@@ -290,7 +282,7 @@ def time_window(
     seconds: Callable[[Op], float],
     overlap: float,
 ) -> Window:
-    """Simulate a step of one stage, of which ``play_shown`` gave ``played``.
+    """Simulate a step of one stage, which was ``played`` as far as is shown.
 
     **Cost** one more play.
 

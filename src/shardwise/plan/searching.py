@@ -471,7 +471,7 @@ class _Search:
         if self._space.narrows and replace(candidate, offload=Offload()) in self._fitting:
             return "all of it fits on the device, where nothing has to be moved"
         rest, _ = self._rest(candidate)
-        state = rest.device.total
+        state = rest.resting.total
         if state > self._capacity:
             return (
                 f"parameters and optimizer state alone are {format_bytes(state)} of "

@@ -267,16 +267,14 @@ def prepare(model: M) -> M:
         if callable(getattr(module, "generate", None)):
             # transformers' flag for "its forward needs all ranks", which generate() reads
             note_managed(module)
+    vars(model)["to"] = partial(_to, model)
+    vars(model)["load_state_dict"] = partial(_load_state_dict, model)
     if isinstance(model, PreTrainedModel):
         vars(model)["save_pretrained"] = partial(save_pretrained, model)
         vars(model)["resize_token_embeddings"] = _refuse_resize
+        model._is_distributed_loading_by_transformers = True  # there the mark is a property
     elif hasattr(model, "peft_config"):
         vars(model)["save_pretrained"] = partial(_save_adapters, model)
-    vars(model)["to"] = partial(_to, model)
-    vars(model)["load_state_dict"] = partial(_load_state_dict, model)
-    if isinstance(model, PreTrainedModel):  # there the mark is a property
-        model._is_distributed_loading_by_transformers = True
-    elif hasattr(model, "peft_config"):
         vars(model)["is_distributed_loading_by_transformers"] = True
     else:  # Trainer would save a model of another class without gathering it
         return model

@@ -234,17 +234,19 @@ def repeated_heads(shape: DecoderShape, run: Execution) -> int:
 
 def kept_layer_bytes(shape: DecoderShape, run: Execution) -> int:
     """Return the bytes that one layer keeps from its forward to its backward."""
-    made = layer_bytes(shape, run)
     if not run.runs_again:
-        return sum(made.values())
+        return sum(layer_bytes(shape, run).values())
     stream = stream_bytes(shape, run)
     if run.activation_checkpointing == "full":
         return stream
-    return stream + saved_by_op(made) + (stream if run.is_eager else 0)
+    return stream + saved_bytes(shape, run) + (stream if run.is_eager else 0)
 
 
-def saved_by_op(made: Mapping[str, int]) -> int:
-    """Return the bytes that per-op checkpointing keeps of what a layer makes, but for its input."""
+def saved_bytes(shape: DecoderShape, run: Execution) -> int:
+    """Return the bytes of what a layer makes that checkpointing keeps, but for its input."""
+    if run.activation_checkpointing != "per_op":
+        return 0
+    made = layer_bytes(shape, run)
     saved = sum(round(share * made.get(name, 0)) for name, share in _PER_OP_LINES.items())
     return saved + made["activation input"]
 

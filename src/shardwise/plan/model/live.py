@@ -29,7 +29,7 @@ from shardwise.plan.model.layers import (
     kept_layer_bytes,
     layer_bytes,
     logit_bytes,
-    saved_by_op,
+    saved_bytes,
     stream_bytes,
     widths_of,
 )
@@ -111,11 +111,6 @@ class DecoderLive:
         again = self.run.runs_again
         return kept_layer_bytes(shape, self.run) if again else self._layer(shape)
 
-    def _saved(self, shape: DecoderShape) -> int:
-        """Bytes of what a layer makes that are not computed again, but for its input."""
-        by_op = self.run.activation_checkpointing == "per_op"
-        return saved_by_op(layer_bytes(shape, self.run)) if by_op else 0
-
     @property
     def first_bytes(self) -> int:
         """Bytes that are alive in the first micro-batch only; no gradient was sent before it."""
@@ -193,7 +188,7 @@ class DecoderLive:
 
     def recompute(self, shape: DecoderShape) -> Live:
         """Return the bytes that a layer makes again, beside the gathered gradient of its output."""
-        made = LiveBytes(self._layer(shape) - self._saved(shape))
+        made = LiveBytes(self._layer(shape) - saved_bytes(shape, self.run))
         if shape.experts is not None:
             making = self._at_experts(shape)
             making = LiveBytes(making.activations, making.temporary + self._gathered)
@@ -203,7 +198,7 @@ class DecoderLive:
     def _recomputed(self, shape: DecoderShape) -> int:
         """Bytes that a layer keeps beside its input, which exists already."""
         stream = self.stream if self._norms_hold_input else 0
-        return self._layer(shape) - stream - self._saved(shape)
+        return self._layer(shape) - stream - saved_bytes(shape, self.run)
 
     def layer_backward(self, shape: DecoderShape, grads: Sequence[int]) -> list[Moments]:
         """Return the largest of the moments of the Note, and the bytes freed."""

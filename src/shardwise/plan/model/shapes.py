@@ -160,12 +160,6 @@ class DecoderShape:
         """Parameters of one norm over the stream."""
         return self.dim * (2 if self.norm_bias else 1)
 
-    @property
-    def attention_params(self) -> int:
-        """Parameters of one layer's attention, without the norm before it."""
-        norms = 2 * self.head_dim * self.qk_norm if self.latent is None else 0
-        return count_params(self.attention) + norms
-
     def of_layer(self, layer: int) -> "DecoderShape":
         """Return the shape with all layers like this one: without experts, or with them.
 
@@ -204,8 +198,10 @@ class DecoderShape:
         return (self.experts.top_k + self.experts.shared) * self.expert_params + self.router_params
 
     def layer_params(self) -> int:
-        """Return the parameters of one decoder layer with its two norms."""
-        return self.attention_params + self.ffn_params() + 2 * self.norm_params
+        """Return the parameters of one decoder layer with its norms."""
+        of_heads = 2 * self.head_dim * self.qk_norm if self.latent is None else 0
+        norms = 2 * self.norm_params + of_heads
+        return count_params(self.attention) + self.ffn_params() + norms
 
     @property
     def num_params(self) -> int:

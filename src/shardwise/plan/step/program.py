@@ -140,9 +140,9 @@ class Away(Lines):
 
 @dataclass(frozen=True)
 class Rest:
-    """Bytes that one rank holds between two steps, on the device and off it."""
+    """Bytes that one rank holds between two steps: on the device, and off it at most."""
 
-    device: Ledger
+    resting: Ledger
     host: Away
     files: Away
 
@@ -152,7 +152,7 @@ class Rest:
 
         It counts what lasts: neither buffers of the disk, nor gradients in files.
         """
-        device, host, files = self.device, self.host, self.files
+        device, host, files = self.resting, self.host, self.files
         found = {
             "device": device.param_shards + device.param_full + device.optimizer_state,
             "host": host.param_shards + host.grad_shards + host.optimizer_state + host.inputs,
@@ -173,30 +173,21 @@ class Moment:
 
 
 @dataclass(frozen=True)
-class Played:
+class Played(Rest):
     """One steady-state step, played: its peak, the peak of each phase, and its operations.
 
     ``engines_peak`` is where the engine's own lines are most, of the moments at which `observe`
     looks: as forward and backward passes of units begin and end, and as the optimizer's step does.
 
-    ``resting`` is the ledger between steps, after ``zero_grad``; ``host`` and ``files`` are what
-    offloading puts there at most. ``padding_bytes`` of the resting ``param_shards``, wherever they
-    are, are padding, on average over the ranks.
+    ``resting`` is the ledger after ``zero_grad``. ``padding_bytes`` of its ``param_shards``,
+    wherever they are, are padding, on average over the ranks.
     """
 
     peak: Moment
     peaks: tuple[Moment, ...]
     engines_peak: Moment
-    resting: Ledger
-    host: Away
-    files: Away
     program: Program
     padding_bytes: int = 0
-
-    @property
-    def at_rest(self) -> Rest:
-        """Bytes by place between two steps."""
-        return Rest(self.resting, self.host, self.files)
 
 
 # -- recording
