@@ -11,6 +11,7 @@ from models import Stack
 from ranks import agreed, on_ranks
 from shardwise import shard
 from shardwise.check.compare_ranks import check_replicas
+from shardwise.comm.collective_key import name_ranks
 from shardwise.engine.api import engine_of
 from shardwise.errors import ReplicaError, StateError
 from trainer import SPREAD, adamw, adamw_fused
@@ -130,15 +131,16 @@ def test_a_flipped_bit_of_one_replica_is_named_among_those_with_the_same_slices(
     check_replicas(model, optimizer)
     param = model.get_parameter(NAME)
     state = optimizer.state[param]
-    others = ", ".join(str(r) for r in range(num_ranks) if r != 3)
+    others = name_ranks([r for r in range(num_ranks) if r != 3])
     for key, tensor, wrong in (
         ("value", param, blame),
         ("exp_avg_sq", state["exp_avg_sq"], blame),
-        ("step", state["step"], f"rank 3 differs from ranks {others}. "),
+        ("step", state["step"], f"rank 3 differs from {others}. "),
     ):
         if rank == 3:
             flip_bit(tensor)
-        assert f"differ: parameter '{NAME}', {key}: {wrong}" in refusal(model, optimizer)
+        said = refusal(model, optimizer)
+        assert f"differ: parameter '{NAME}', {key}: {wrong}" in said, said
         check_replicas(model) if tensor is not param else None
         if rank == 3:
             flip_bit(tensor)

@@ -109,6 +109,10 @@ def test_operations_carry_the_names_of_the_engines_spans():
         ("optimizer (root)", 13001, 1000),
     ]
     assert slices_of(trace, "to_host") == [("offload layers.0", 14001, 500)]
+    # A wait has the name of what it waits for.
+    names = [name for name, _, _ in slices_of(simulated_trace(made(third=1e-3)), "compute")]
+    waits = ["shardwise.wait_unshard()", "shardwise.wait_unshard(layers.0)"]
+    assert names[:4] == [waits[0], "forward (root)", waits[1], "forward layers.0"]
 
 
 def test_arguments_say_how_much_an_operation_does():

@@ -51,7 +51,7 @@ from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.model.tape import DEGREE_KINDS, CostKind, Tape, Work
 from shardwise.plan.sizes import DtypeName
 from shardwise.plan.step.play import play
-from shardwise.plan.step.program import Collective, Compute, Op, Played, Stream
+from shardwise.plan.step.program import Collective, Compute, Op, Played, Program, Stream
 from shardwise.plan.timing.simulate import COMMUNICATING, OFFLOADING, Simulated, simulate
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def plan(
     last = max(windows, key=lambda n: windows[n].window_s + others * windows[n].micro_batch_s)
     slowest, in_memory, in_time = windows[last], memory.tapes[memory.stage], memory.tapes[last]
     largest = windows[memory.stage]
-    sends_s, sent = _sends(model, cluster, candidate)
+    sends_s, program = _sends(model, cluster, candidate, largest.played.program)
     fill_s = others * slowest.micro_batch_s
     return Plan(
         model=model.name,
@@ -157,7 +157,7 @@ def plan(
         candidate=candidate,
         num_params=model.num_params,
         seq=model.seq,
-        played=_with_traffic(largest.played, sent),
+        played=replace(largest.played, program=program),
         memory=memory.device,
         room=memory.room,
         simulated=slowest.simulated,
@@ -184,25 +184,20 @@ _SURENESS = (
 
 
 def _sends(
-    model: Model, cluster: Cluster, candidate: Candidate
-) -> tuple[float, dict[str, tuple[int, int]]]:
-    """Return the seconds of a step's sends between stages; bytes and number of an outer stage's."""
+    model: Model, cluster: Cluster, candidate: Candidate, program: Program
+) -> tuple[float, Program]:
+    """Return the seconds of a step's sends between stages; count an outer stage's in a program."""
     stages = candidate.pp
     if stages == 1 or not isinstance(model, ShapedModel):
-        return 0.0, {}
+        return 0.0, program
     node, num_bytes = cluster.node, model.boundary_bytes(candidate)
     group = place(stages, candidate.world_size // stages, node.num_accelerators)
     each = 2 * send_seconds(num_bytes, group.num_nodes > 1, node)
-    sent = {"pp.send": (candidate.accumulation * num_bytes, candidate.accumulation)}
-    return (candidate.accumulation + stages - 1) * each, sent
-
-
-def _with_traffic(played: Played, more: Mapping[str, tuple[int, int]]) -> Played:
-    """Add (bytes, number) of what a rank sends beside the engine's collectives."""
-    program = played.program
-    sent = {**program.sent_bytes, **{name: sent for name, (sent, _) in more.items()}}
-    num = {**program.num_collectives, **{name: num for name, (_, num) in more.items()}}
-    return replace(played, program=replace(program, sent_bytes=sent, num_collectives=num))
+    num = candidate.accumulation
+    sent = {**program.sent_bytes, "pp.send": num * num_bytes}
+    counts = {**program.num_collectives, "pp.send": num}
+    counted = replace(program, sent_bytes=sent, num_collectives=counts)
+    return (num + stages - 1) * each, counted
 
 
 def _model_parallel(simulated: Simulated, seconds: Callable[[Op], float]) -> dict[str, float]:
