@@ -55,6 +55,26 @@ class HalfSent(Tensor):
         return upcast, (upcast,)
 
 
+class Scaled(HalfSent):
+    """Values beside a scale, which has no row for each of them."""
+
+    def __tensor_flatten__(self):
+        return ["_values", "scale"], None
+
+    @property
+    def scale(self):
+        return self._values.new_ones(1)
+
+
+class Unpadded(HalfSent):
+    """Values that are sent twice, the second time without padding."""
+
+    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
+        sizes = outer_size, outer_stride
+        padded, metadata = super().fsdp_pre_all_gather(mesh, *sizes, module, mp_policy)
+        return (*padded, self._values), metadata
+
+
 class Sum(Tensor):
     """The sum of two tensors of different widths: ``wide`` and, per row, ``shift``."""
 
@@ -119,6 +139,7 @@ class Sum(Tensor):
         return made, (made,)
 
 
+REFUSED = {"scaled": Scaled, "unpadded": Unpadded}
 KINDS = {
     "half": HalfSent,
     "sum": lambda values: Sum(values, values.new_full((values.shape[0], 1), 0.5)),
@@ -134,7 +155,7 @@ class OwnNet(nn.Module):
         self.blocks = nn.ModuleList(nn.Linear(rows, rows) for _ in range(2))
         self.head = nn.Linear(rows, 3)
         for block in self.blocks:
-            block.weight = nn.Parameter(KINDS[kind](block.weight.detach().clone()))
+            block.weight = nn.Parameter((KINDS | REFUSED)[kind](block.weight.detach().clone()))
 
     def forward(self, x):
         for block in self.blocks:

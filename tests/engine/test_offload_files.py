@@ -266,6 +266,18 @@ def test_parameters_trained_in_turns_have_all_state_in_files(tmp_path):
 
 
 @on_ranks(1, 3)
+def test_a_step_begins_from_state_that_the_caller_has_put_in_the_place_of_that_in_files(tmp_path):
+    def run(place):
+        model, optimizer = make("adamw", place)
+        go_on(model, optimizer, 2, first=0)
+        for state in optimizer.state.values():
+            state["exp_avg"] = 3 * state["exp_avg"]
+        return go_on(model, optimizer, 2, first=2)
+
+    same_runs(run, (None, f"nvme:{tmp_path}"))
+
+
+@on_ranks(1, 3)
 def test_slices_that_memory_has_lost_are_read_ahead(tmp_path):
     """Slices that are not in memory come by reads; some change in between, by steps and by hand."""
     in_files = Offload(f"nvme:{tmp_path}", optimizer="cpu")

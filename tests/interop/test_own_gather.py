@@ -262,6 +262,15 @@ def refuse(rank, world_size):
         sharded("half", 0)
     with pytest.raises(ConfigError, match="offload= takes plain parameters"):
         sharded("half", 3, offload="cpu")
+    uneven = shardwise.shard(OwnNet("unpadded", 7), stage=3, units=[nn.Linear])
+    if rank == 1:
+        with pytest.raises(AssertionError, match=r"padded sharded size .*\[4, 7\].*\[3, 7\]"):
+            uneven.blocks[0].unshard()
+    scaled = shardwise.shard(OwnNet("scaled", 6), stage=3, units=[nn.Linear])
+    with pytest.raises(
+        ConfigError, match=r"blocks\.0\.weight' is a Scaled, whose 'scale' has shape"
+    ):
+        shardwise.save("nowhere", scaled)
 
 
 def test_windows_contexts_copies_and_replicas_know_tensors_with_a_gather_of_their_own():
