@@ -140,10 +140,8 @@ class Engine:
 
     @property
     def is_in_window(self) -> bool:
-        """Tell whether a window is open, or gradients await their sum over replicas."""
+        """Tell whether an accumulation window is open."""
         if self.conditions.is_last_micro_batch is False:
-            return True
-        if any(unit.is_deferred for unit in self.units):
             return True
         if not self.backward.window_open:
             return False
