@@ -179,6 +179,7 @@ def test_ranks_in_different_calls_are_told_apart_from_those_stuck_in_one():
     for rank, beat in {0: waits(key="other"), 1: waits(), 2: waits(), 3: beats()}.items():
         heard.add(rank, beat)
     assert Table(heard, 2, record(ranks=(0, 1, 2, 3))).reporter == 1  # it waits in the same call
+    assert Table(heard, 2, record(ranks=range(600))).reporter == 2  # which others have not heard
     heard.is_current = False
     assert Table(heard, 2, record(ranks=(0, 1, 2, 3))).reporter == 2
     assert "stuck inside" in table(_1=waits(), _2=waits()).describe()

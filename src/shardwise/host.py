@@ -11,8 +11,6 @@ from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
 
-_POLL_S = 0.05  # how soon a server that is closed ends
-
 
 def resident_bytes() -> int | None:
     """Return the resident memory of this process; None if unknown."""
@@ -53,19 +51,26 @@ def is_loopback(address: str) -> bool:
 
 
 class TcpServer(socketserver.ThreadingTCPServer):
-    """A server on a free port of one of the host's addresses, in a thread of this ``name``."""
+    """A server on a free port of one of the host's addresses, in a thread of this ``name``.
+
+    `close` takes up to ``poll_s``.
+    """
 
     daemon_threads = True
     request_queue_size = 128
 
     def __init__(
-        self, host: str, handler: type[socketserver.BaseRequestHandler], name: str
+        self,
+        host: str,
+        handler: type[socketserver.BaseRequestHandler],
+        name: str,
+        poll_s: float = 0.5,
     ) -> None:
         self.address_family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
         super().__init__((host, 0), handler)
         self.address = str(self.server_address[0]), int(self.server_address[1])
         run = self.serve_forever
-        threading.Thread(target=run, args=(_POLL_S,), name=name, daemon=True).start()
+        threading.Thread(target=run, args=(poll_s,), name=name, daemon=True).start()
 
     def close(self) -> None:
         """Stop listening."""

@@ -195,6 +195,7 @@ def other_settings():
     return [
         (r"stage=1\): .* before with 3,", "shardwise_stage_1", {}),
         ("layout='flat'", ShardwiseStrategy(layout="flat"), {}),
+        ("bytes=9", ShardwiseStrategy(schedule=Schedule(prefetch_bytes=9)), {}),
         ("precision='bf16-mixed'", "shardwise", {"precision": "bf16-mixed"}),
         ("'64-true'.*torch.float32", "shardwise", {"precision": "64-true"}),
     ]

@@ -73,7 +73,8 @@ def test_token_files_are_mapped_where_they_are(tmp_path):
     assert ids.tolist() == [[6, 7, 8], [255] * 3] and targets.tolist()[0] == [7, 8, 9]
     np.save(tmp_path / "big.npy", np.array([3, 256]))
     with pytest.raises(ConfigError, match=r"big\.npy has token 256, and the tokenizer 256"):
-        write_stream([tmp_path / "big.npy"], BYTES, tmp_path / "run")
+        write_stream([tmp_path / "big.npy"], BYTES, tmp_path / "refused")
+    assert not (tmp_path / "refused").exists()
 
 
 def test_jsonl_gives_its_text_fields(tmp_path):

@@ -322,9 +322,10 @@ class Table:
     def reporter(self) -> int:
         """The lowest rank that is in this wait, which logs the table of a long one for all.
 
-        Without the store it is unknown which ranks still report, so each one does.
+        Where this rank has not heard of every other one, without the store or among more ranks than
+        one rank reads, the lowest may not know what this one knows: then each logs its own.
         """
-        if not self._heard.is_current:
+        if not self._heard.is_current or any(self._heard.newest(r) is None for r in self._lives):
             return self._rank
         mine = self._waiting[self._rank].key
         return min(rank for rank, wait in self._waiting.items() if wait.key == mine)

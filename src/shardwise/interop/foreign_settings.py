@@ -4,7 +4,7 @@ Every key of the table has an effect, or a reason in the report. An unknown key 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,11 +47,6 @@ _NOT_BESIDE_A_FILE = (
     *("offload_optimizer_device", "offload_param_device"),
     *("offload_optimizer_nvme_path", "offload_param_nvme_path"),
 )
-# Keys of `shardwise train` that hold the others of a block.
-_OPTIONS = {
-    "optimizer.params": ("optimizer_options",),
-    "scheduler.params": ("schedule_options",),
-}
 SourceOf = Callable[[str], str | None]
 
 # -- for a plan
@@ -303,6 +298,12 @@ class _Accelerate:
 
 # -- where each number came from
 
+_UNSET = {
+    "global_batch": "micro_batch x accumulation x ranks",
+    "accumulation": "1, or what global_batch asks for",
+    "prefetch_bytes": "the largest unit is gathered ahead",
+}
+
 
 def tell_sources(report: Report, config: TrainConfig, source_of: SourceOf) -> Report:
     """Return the report with the value and source of each key that the file did not decide.
@@ -314,20 +315,35 @@ def tell_sources(report: Report, config: TrainConfig, source_of: SourceOf) -> Re
 
     def one(name: str) -> str:
         value, source = getattr(config, name), source_of(name)
-        is_default = value == TrainConfig.model_fields[name].default
-        otherwise = "its default" if is_default else "by the other sizes"
-        text = "unset" if value is None else shown(value)
-        return f"{name}: {text}, {f'from {source}' if source else otherwise}"
+        if source is not None:
+            return f"{name}: {shown(value)}, from {source}"
+        if value is None:
+            return f"{name}: {_UNSET.get(name, 'unset')}"
+        follows = name == "global_batch" or (name == "accumulation" and value != 1)
+        return f"{name}: {shown(value)}, {_UNSET[name] if follows else 'its default'}"
+
+    def option(name: str, key: str, options: Mapping[str, object] | None, default: str) -> str:
+        if options is not None and options.get(name, "auto") != "auto":
+            return f"{shown(options[name])}, from {key}"
+        return f"{default}; {key} changes it"
 
     def sourced(line: Line) -> Line:
         names = ours_of.get(line.key.replace("bfloat16.", "bf16."), ())
-        # Its peak is not that of --lr.
-        is_peak = line.key == "scheduler.params.warmup_max_lr"
-        is_replaced = not is_peak and any(source_of(name) == flag_of(name) for name in names)
-        if not is_replaced and line.fate != "auto":
+        block, _, name = line.key.rpartition(".")
+        decided = {ours for ours in names if source_of(ours) == flag_of(ours)}
+        if name == "warmup_max_lr" and line.fate != "auto":
+            decided = set()  # its peak is not that of --lr
+        if not decided and line.fate != "auto":
             return line
-        names = names or _OPTIONS.get(line.key.rpartition(".")[0], ())
-        fate = "ignored" if line.fate == "mapped" else line.fate
-        return replace(line, text="; ".join(map(one, names)) or line.text, fate=fate)
+        if names:
+            fate = "ignored" if line.fate == "mapped" else line.fate
+            return replace(line, text="; ".join(map(one, names)), fate=fate)
+        text = line.text
+        if block == "optimizer.params":
+            text = option(name, "optimizer_options", config.optimizer_options, "torch's default")
+        elif block == "scheduler.params":
+            default = shown(config.curve.options[name]) if config.curve is not None else "no effect"
+            text = option(name, "schedule_options", config.schedule_options, default)
+        return replace(line, text=text)
 
     return Report(report.source, tuple(map(sourced, report.lines)))

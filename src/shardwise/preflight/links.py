@@ -32,7 +32,7 @@ class Echo(TcpServer):
 
     def __init__(self, host: str, clock: Callable[[], float] = time.time) -> None:
         self.clock = clock
-        super().__init__(host, _EchoHandler, "shardwise-echo")
+        super().__init__(host, _EchoHandler, "shardwise-echo", poll_s=0.05)
 
 
 class _EchoHandler(socketserver.BaseRequestHandler):

@@ -148,9 +148,9 @@ def write_stream(documents: Sequence[Path], tokenizer: Tokenizer, folder: Path) 
         digest.update(f"{path.absolute()}\n{facts.st_size}\n{facts.st_mtime_ns}\n".encode())
     source = digest.hexdigest()
     paths = folder / "tokens.json", folder / "tokens.bin"
-    folder.mkdir(parents=True, exist_ok=True)
     if all(path.suffix == ".npy" for path in documents):
         entropy = unigram_entropy(_count_tokens(documents, tokenizer))
+        folder.mkdir(parents=True, exist_ok=True)
         files = [str(path.absolute()) for path in documents]
         named = {"files": files, "dtype": None, "unigram_entropy": entropy, "source": source}
         with replacing(paths[0]) as part:
@@ -162,6 +162,7 @@ def write_stream(documents: Sequence[Path], tokenizer: Tokenizer, folder: Path) 
         is_ours = "files" not in header and header["source"] == source
         if is_ours and paths[1].stat().st_size == nbytes:
             return
+    folder.mkdir(parents=True, exist_ok=True)
     dtype = np.dtype(np.min_scalar_type(tokenizer.vocab - 1))
     counts = np.zeros(tokenizer.vocab, dtype=np.int64)
     with replacing(paths[0]) as header_path, replacing(paths[1]) as path:  # the header last

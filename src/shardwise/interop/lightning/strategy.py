@@ -20,9 +20,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from shardwise.config import Precision, ShardConfig, Units, resolve_config, resolve_precision
+from shardwise.config import Precision, Schedule, ShardConfig, Units, resolve_config
 from shardwise.engine.accumulate import accumulate
 from shardwise.engine.api import engine_of, is_sharded, shard
+from shardwise.engine.runtime import Engine
 from shardwise.errors import ConfigError
 from shardwise.interop.fsdp2.api import fully_shard
 from shardwise.interop.fsdp2.state import state_of
@@ -49,6 +50,7 @@ _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 # Lightning converts the module itself
 _CONVERTED = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
 _DEFAULTS = {"stage": 3, "layout": "rows", "precision": "fp32", "schedule": None}
+_SCHEDULED = ("reduce_every", "prefetch_bytes", "bucket_bytes")
 
 
 def _step_of(name: str, context: str) -> Callable[..., object]:
@@ -159,12 +161,17 @@ class ShardwiseStrategy(_DDPStrategy):
 
     def _check_settings(self, module: nn.Module) -> None:
         """Refuse a module that was sharded before with other settings."""
-        engine, options, asked = engine_of(module), self._options, self._asked_config()
+        engine, options = engine_of(module), self._options
+        asked, has = self._asked_config(), engine.config
+        schedule, default = options.get("schedule") or Schedule(), Schedule()
+        names = [n for n in _SCHEDULED if getattr(schedule, n) != getattr(default, n)]
         pairs: dict[str, tuple[object, object]] = {
-            "layout": (asked.layout, engine.config.layout),
-            "stage": (asked.stage.number, engine.config.stage.number),
+            "layout": (asked.layout, has.layout),
+            "stage": (asked.stage.number, has.stage.number),
+            "precision": (asked.precision, _precision_of(engine, asked.precision)),
         }
-        pairs = {name: pair for name, pair in pairs.items() if name in options}
+        pairs = {n: pair for n, pair in pairs.items() if n in options}
+        pairs |= {n: (getattr(schedule, n), getattr(has, n)) for n in names}
         if isinstance(self._mesh, DeviceMesh):  # setup_environment() has converted tuples
             pairs["mesh"] = tuple(self._mesh.shape), tuple(engine.comm.axes.mesh.shape)
         units = Units.of(options.get("units"))
@@ -173,31 +180,25 @@ class ShardwiseStrategy(_DDPStrategy):
             pairs["units"] = [s.name for s in specs], [u.name for u in engine.units]
         for name, (ours, there) in pairs.items():
             if ours != there:
-                raise _stays(f"ShardwiseStrategy({name}={ours!r})", there)
-        self._check_precision(module)
+                given = options.get(name, ours)  # a precision's name
+                raise _stays(f"ShardwiseStrategy({name}={given!r})", there)
+        wanted = self._precision()
+        if isinstance(wanted, Precision) and "precision" not in options:
+            self._check_precision(module, _precision_of(engine, wanted))
         if self._layer_sync and any(
             isinstance(m, _BatchNorm) and not isinstance(m, nn.SyncBatchNorm)
             for m in module.modules()
         ):
             raise _stays("Trainer(sync_batchnorm=True)", "BatchNorm layers of each rank's own")
 
-    def _check_precision(self, module: nn.Module) -> None:
-        """Compare the dtype of the parameters, and what the units compute and reduce in.
-
-        `fully_shard` leaves masters to the parameters, and has its own rule of casting inputs.
-        """
-        engine, asked = engine_of(module), self.precision_plugin.precision
-        wanted, where = resolve_precision(self._precision()), f"Trainer(precision={asked!r})"
-        dtype = wanted.master or _CONVERTED.get(asked)
-        if "precision" in self._options:
-            dtype, where = wanted.master, f"ShardwiseStrategy(precision={self._precision()!r})"
-        has = {replace(u.precision, master=wanted.master) for u in engine.units if u.params}
-        if engine.rules.each_unit_alone:
-            has = {replace(each, cast_inputs=wanted.cast_inputs) for each in has}
-        dtypes = {p.dtype for p in module.parameters() if p.requires_grad}
-        if has - {wanted} or (dtype is not None and dtypes - {dtype}):
-            names = ", ".join(sorted(map(str, dtypes)))
-            raise _stays(where, f"parameters of {names}, and {next(iter(has))}")
+    def _check_precision(self, module: nn.Module, has: Precision) -> None:
+        name = f"Trainer(precision={self.precision_plugin.precision!r})"
+        if self._precision() != has:
+            raise _stays(name, f"{has}; or name that in ShardwiseStrategy(precision=)")
+        dtype = _CONVERTED.get(self.precision_plugin.precision)
+        dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
+        if dtype is not None and dtypes != {dtype}:
+            raise _stays(name, f"parameters of {', '.join(sorted(map(str, dtypes)))}")
 
     # -- steps
     training_step = _step_of("training_step", "train_step_context")
@@ -293,6 +294,24 @@ def _close_calls(module: nn.Module) -> None:
     states = [state for m in module.modules() if (state := state_of(m)) is not None]
     if states:
         fully_shard(module, mesh=states[0].units[0].comm.axes.mesh)
+
+
+def _precision_of(engine: Engine, wanted: Precision) -> Precision:
+    """Return a model's precision; if its units differ, one that is not ``wanted``.
+
+    A policy of `fully_shard` has no master dtype: parameters keep theirs. It also has its own rule
+    of casting inputs. So both are taken from ``wanted``.
+    """
+    if not engine.rules.each_unit_alone:
+        return engine.config.precision
+    found = []
+    for unit in engine.units:
+        dtypes = {p.sharded.dtype for p in unit.params if p.sharded.is_floating_point()}
+        fits = dtypes == {wanted.master}
+        master = wanted.master if fits else unit.precision.master
+        if unit.params:
+            found.append(replace(unit.precision, master=master, cast_inputs=wanted.cast_inputs))
+    return next((each for each in found if each != wanted), wanted)
 
 
 def _stays(asked: str, there: object) -> ConfigError:

@@ -123,7 +123,7 @@ class Offloading:
     def _checkpoint_copies(self, weights: Sequence[Footprint]) -> tuple[int, int]:
         """Return the bytes of the copy that is written in the background, and of those in memory.
 
-        Replicas share what they write.
+        Replicas share what they write, about evenly: tensor by tensor.
         """
         candidate = self._candidate
         if not (candidate.save_every or candidate.memory_every):
