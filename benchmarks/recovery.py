@@ -29,20 +29,14 @@ from _common import append_json, find_shardwise, mean, median
 
 find_shardwise()
 
-from shardwise.plan.timing.goodput import expected_goodput  # noqa: E402 - found above
+from shardwise.monitor.lines import read_lines  # noqa: E402 - found above
+from shardwise.plan.timing.goodput import expected_goodput  # noqa: E402
 
 SHAPE = {
     **{"dim": 128, "layers": 4, "heads": 4, "seq": 128, "micro_batch": 2, "stage": 3},
     **{"threads": 1, "eval_windows": 0, "sample_tokens": 0, "resume": "auto", "restarts": 100_000},
 }
-POLL_S = 0.01
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the run's lines; the last one may be half written."""
-    with suppress(FileNotFoundError, ValueError):
-        return [json.loads(line) for line in path.read_text().splitlines()]
-    return []
+POLL_S, TAIL_BYTES = 0.01, 1 << 12
 
 
 def ranks_of(pid: int) -> list[int]:
@@ -69,11 +63,11 @@ def train(
     with (folder / "log").open("w") as log:
         command = [sys.executable, "-m", "shardwise", "train", str(config)]
         job = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-        while not any(line["step"] == keys["steps"] for line in read_lines(lines)):
+        while not any(line["step"] == keys["steps"] for line in read_lines(lines, TAIL_BYTES)):
             now_s = time.monotonic()
             if job.poll() is not None:
                 sys.exit((folder / "log").read_text()[-3000:])
-            if not began_s and read_lines(lines):
+            if not began_s and any(read_lines(lines, TAIL_BYTES)):
                 began_s = now_s
                 next_s = now_s + (kills.expovariate(1 / mtbf_s) if kills else float("inf"))
             if kills is not None and now_s >= next_s:
@@ -85,7 +79,7 @@ def train(
             time.sleep(POLL_S)
         took_s = time.monotonic() - began_s
         job.wait()
-    return took_s, killed_after, read_lines(lines)
+    return took_s, killed_after, list(read_lines(lines))
 
 
 def main() -> None:

@@ -51,26 +51,20 @@ def is_loopback(address: str) -> bool:
 
 
 class TcpServer(socketserver.ThreadingTCPServer):
-    """A server on a free port of one of the host's addresses, in a thread of this ``name``.
-
-    `close` takes up to ``poll_s``.
-    """
+    """A server on a free port of one of the host's addresses, in a thread of this ``name``."""
 
     daemon_threads = True
     request_queue_size = 128
+    poll_s = 0.5  # `close` takes up to so long
 
     def __init__(
-        self,
-        host: str,
-        handler: type[socketserver.BaseRequestHandler],
-        name: str,
-        poll_s: float = 0.5,
+        self, host: str, handler: type[socketserver.BaseRequestHandler], name: str
     ) -> None:
         self.address_family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
         super().__init__((host, 0), handler)
         self.address = str(self.server_address[0]), int(self.server_address[1])
         run = self.serve_forever
-        threading.Thread(target=run, args=(poll_s,), name=name, daemon=True).start()
+        threading.Thread(target=run, args=(self.poll_s,), name=name, daemon=True).start()
 
     def close(self) -> None:
         """Stop listening."""

@@ -210,7 +210,8 @@ def reached_by(drawn, limit_s):
             sys.exit(f"the suite did not end within {limit_s:g} s; give --limit-s")
         seconds, failing = defaultdict(float), []
         for case in ElementTree.parse(table).getroot().iter("testcase"):
-            file = next(ROOT.glob(_path_of(case.get("classname"))), None)
+            path = case.get("classname").replace(".", "/") + ".py"
+            file = next(ROOT.glob(path), None)
             if file is not None:
                 name = file.relative_to(ROOT).as_posix()
                 seconds[name] += float(case.get("time"))
@@ -223,10 +224,6 @@ def reached_by(drawn, limit_s):
                 reached[int(seed)].add(file)
     ordered = {seed: sorted(files, key=seconds.__getitem__) for seed, files in reached.items()}
     return ordered, seconds, failing
-
-
-def _path_of(classname):
-    return classname.replace(".", "/") + ".py"
 
 
 def find(package, files, seconds, failing, limit_s):

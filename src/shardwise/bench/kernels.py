@@ -330,7 +330,7 @@ class _Blocks(nn.Module):
 
 
 def host_seconds(watch: Stopwatch) -> tuple[float, float, float]:
-    """Measure what a sharded block's forward and backward, and a checkpointed block, take beyond.
+    """Return the seconds that a sharded forward and backward, and a checkpointed block, take more.
 
     Each rank shards over itself alone: sending is measured with the collectives.
     """

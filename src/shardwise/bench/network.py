@@ -3,11 +3,11 @@
 import os
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise.bench.stopwatch import Stopwatch
@@ -113,11 +113,7 @@ def measure_overlap(watch: Stopwatch) -> float:
     """
     axes = axes_of_groups(watch, watch.num_ranks)
     left, right = (torch.ones(512, 512, device=watch.device) for _ in range(2))
-    hidden = []
-
-    def product() -> Tensor:
-        return F.linear(left, right)
-
+    product, hidden = partial(F.linear, left, right), []
     for kind in ("all_gather", "reduce_scatter"):
         sizes = kind, _OVERLAP_PAYLOAD, _OVERLAP_MESSAGES
         start = collective_starter(axes, watch.device, *sizes)

@@ -54,7 +54,7 @@ _DTYPES: Mapping[str, tuple[int, str]] = {
     "F8_E4M3": (1, "float8_e4m3fn"),
     "F8_E5M2": (1, "float8_e5m2"),
 }
-_NAMES = {f"torch.{name}": spelling for spelling, (_, name) in _DTYPES.items()}
+SPELLINGS = {f"torch.{name}": spelling for spelling, (_, name) in _DTYPES.items()}
 
 
 def is_dtype(name: str) -> bool:
@@ -77,9 +77,9 @@ def torch_dtype(name: str) -> torch.dtype:
 
 def dtype_name(dtype: torch.dtype, where: str) -> str:
     """Return safetensors' spelling. **Raises** CheckpointError if safetensors lacks the dtype."""
-    if str(dtype) not in _NAMES:
+    if str(dtype) not in SPELLINGS:
         raise CheckpointError(f"{where}: safetensors files hold no {dtype}; convert it first")
-    return _NAMES[str(dtype)]
+    return SPELLINGS[str(dtype)]
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:

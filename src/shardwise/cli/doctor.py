@@ -1,9 +1,8 @@
-"""`shardwise doctor`, the diagnosis of an observed run, and `shardwise explain`, its findings."""
+"""`shardwise doctor`: the diagnosis of an observed run, as cards or as JSON."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
 import typer
 from pydantic import BaseModel
@@ -11,13 +10,11 @@ from rich.panel import Panel
 from rich.text import Text
 
 from shardwise.cli.flags import print_json, takes_keys
-from shardwise.cli.tables import make_table
 from shardwise.errors import ConfigError
 from shardwise.keys import check_keys, key
 from shardwise.monitor.doctor import diagnose
-from shardwise.monitor.findings import Diagnosis, Finding, finding_docs
+from shardwise.monitor.findings import Diagnosis, Finding
 from shardwise.monitor.record import RunRecord, read_run
-from shardwise.spelling import did_you_mean
 from shardwise.terminal import open_console, printable
 
 _HEALTHY, _FOUND, _NOT_WHOLE = 0, 1, 2
@@ -78,36 +75,6 @@ def doctor(context: typer.Context, run: Path | None, flags: dict[str, object]) -
     if diagnosis.findings:
         return _FOUND
     return _HEALTHY if is_judged else _NOT_WHOLE
-
-
-def explain(
-    code: Annotated[
-        str | None, typer.Argument(help="such as SW020, or 20; without it, all are listed")
-    ] = None,
-) -> int:
-    """Explain a finding by its code: meaning, condition with thresholds, remedies in order."""
-    docs, console = finding_docs(), open_console()
-    if code is None:
-        rows = ((doc.code, doc.title, doc.severity) for doc in docs.values())
-        console.print(make_table(("code", "finding", "severity"), rows))
-        return 0
-    known = f"SW{int(code):03d}" if code.isdecimal() else code.upper()
-    if known not in docs:
-        raise ConfigError(
-            f"{code!r} is not the code of a finding{did_you_mean(known, docs)}; "
-            "`shardwise explain` lists them"
-        )
-    doc = docs[known]
-    remedies = "\n".join(f"{n}. {text}" for n, text in enumerate(doc.remedies, 1))
-    console.print(Text(f"{doc.code}  {doc.title} ({doc.severity})\n", "bold"))
-    for heading, text in (
-        ("Meaning", doc.means),
-        ("Condition", doc.condition),
-        ("Remedies, in this order", remedies),
-        ("In the report", doc.picture),
-    ):
-        console.print(Text.assemble((f"{heading}\n", "bold"), text, "\n"))
-    return 0
 
 
 def _show(run: RunRecord, diagnosis: Diagnosis, is_judged: bool) -> None:

@@ -9,7 +9,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from shardwise import terminal
 
-_COMMANDS = {  # each is a function, in the file of its name if `_FILES` has no other
+_COMMANDS = {  # each is a function in the file of its name
     "train": "Train a decoder on text, on local ranks or under torchrun.",
     "convert": "Convert a DeepSpeed or accelerate file to a YAML, or back.",
     "plan": "Predict what fits and how fast it is, without a device.",
@@ -22,7 +22,6 @@ _COMMANDS = {  # each is a function, in the file of its name if `_FILES` has no 
     "ckpt": "Inspect, verify, export and import checkpoints.",
     "lab": "Learn ZeRO and FSDP: fill the gaps of a file, run it on ranks, have it checked.",
 }
-_FILES = {"explain": "doctor"}
 
 
 class _Commands(TyperGroup):
@@ -39,8 +38,7 @@ class _Commands(TyperGroup):
             return None
         from shardwise.cli.flags import command_of
 
-        file = _FILES.get(cmd_name, cmd_name)
-        found = getattr(import_module(f"shardwise.cli.{file}"), cmd_name)
+        found = getattr(import_module(f"shardwise.cli.{cmd_name}"), cmd_name)
         is_group = isinstance(found, typer.Typer)
         return typer.main.get_command(found) if is_group else command_of(found)
 

@@ -174,9 +174,8 @@ def _candidate(request: ModelRequest, cluster: Cluster) -> Candidate:
     # Gloo sends point to point, as the engine does there.
     is_gpu = cluster.node.accelerator.asynchronous
     transport = "coalesced" if is_gpu else "point_to_point"
-    candidate = Candidate(
-        **settings | {"offload": offload_of(request.offload), "transport": transport}
-    )
+    own = {"offload": offload_of(request.offload), "transport": transport}
+    candidate = Candidate(**settings | own | {"copies": _copies(cluster)})
     moves_inputs = candidate.offload.activations != "device"
     if moves_inputs and candidate.activation_checkpointing != "full":
         raise ConfigError(
@@ -184,7 +183,6 @@ def _candidate(request: ModelRequest, cluster: Cluster) -> Candidate:
             "checkpointed whole; add --activation-checkpointing full"
         )
     axes = request.axes.over(cluster.num_ranks)
-    candidate = replace(candidate, copies=_copies(cluster))
     return replace(candidate, num_replicas=axes.dp_replicate, num_shards=axes.dp_shard)
 
 

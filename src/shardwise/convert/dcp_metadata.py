@@ -11,9 +11,10 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from shardwise.checkpoint.container import SPELLINGS
 from shardwise.checkpoint.manifest import is_grid
 from shardwise.convert.pieces import explained
-from shardwise.convert.torch_file import DTYPES, is_plain_name, open_file, sizes_of
+from shardwise.convert.torch_file import is_plain_name, open_file, sizes_of
 from shardwise.convert.unpickle import (
     MAX_PICKLE_BYTES,
     PLAIN,
@@ -47,7 +48,7 @@ _METADATA, _TENSOR, _BYTES, _CHUNK, _PROPERTIES, _INDEX, _STORAGE = _CLASSES = t
 _NAMES: Mapping[str, Builder | None] = {
     **PLAIN,
     **dict.fromkeys(_CLASSES),
-    **dict.fromkeys(DTYPES),
+    **dict.fromkeys(SPELLINGS),
     _PREFIX + "metadata.StorageMeta": None,
     _PREFIX + "metadata._MEM_FORMAT_ENCODING": None,
     "torch.serialization._get_layout": None,
@@ -169,7 +170,7 @@ class _Table:
     def _tensor(self, key: str, entry: Made) -> DcpTensor:
         properties = expect_made(entry.field("properties"), _PROPERTIES).state
         named = properties[0] if isinstance(properties, tuple) else properties["dtype"]
-        if not isinstance(named, Name) or named.text not in DTYPES:
+        if not isinstance(named, Name) or named.text not in SPELLINGS:
             name = named.text if isinstance(named, Name) else reprlib.repr(named)
             raise CheckpointError(f"{self._where}: '{key}' has dtype {name}, which cannot be read")
         shape = sizes_of(entry.field("size"))
@@ -192,7 +193,7 @@ class _Table:
             if prod(lengths):
                 chunks.append(Chunk(Region(offsets, lengths), self._find(key, offsets)))
         self._check_cover(key, shape, chunks)
-        return DcpTensor(DTYPES[named.text], shape, tuple(chunks))
+        return DcpTensor(SPELLINGS[named.text], shape, tuple(chunks))
 
     def _check_cover(self, key: str, shape: tuple[int, ...], chunks: list[Chunk]) -> None:
         """Check that boxes inside a tensor are a grid that has each element once."""

@@ -27,7 +27,13 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.container import element_bytes, is_dtype, memory_of, torch_dtype
+from shardwise.checkpoint.container import (
+    SPELLINGS,
+    element_bytes,
+    is_dtype,
+    memory_of,
+    torch_dtype,
+)
 from shardwise.checkpoint.files import Files, Reader
 from shardwise.convert.unpickle import (
     ARRAYS,
@@ -67,11 +73,6 @@ _STORAGES = {
     }.items()
 }
 _UNTYPED = "torch.storage.UntypedStorage"
-_SPELLINGS = (
-    *("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "C64", "BOOL"),
-    *("I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8"),
-)
-DTYPES = {str(torch_dtype(spelling)): spelling for spelling in _SPELLINGS}
 
 
 class ObjectFound(CheckpointError):
@@ -326,8 +327,8 @@ class _Plain:
                 if id(value) not in self._tensors:
                     self._tensors[id(value)] = self._file.read_whole(value)
                 return self._tensors[id(value)]
-            case Name(text) if text in DTYPES:
-                return torch_dtype(DTYPES[text])
+            case Name(text) if text in SPELLINGS:
+                return torch_dtype(SPELLINGS[text])
             case Made("argparse.Namespace", state=dict(attributes)):
                 return self.convert(attributes, depth + 1, at)
             case Made(name, state=tuple((_, _, _, _, bytes(data)))) if name in ARRAYS:
@@ -401,7 +402,7 @@ def _tensor(
 def _tensor_v3(
     storage: object, offset: object, shape: object, strides: object, *rest: Any
 ) -> StoredTensor:
-    return _tensor(storage, offset, shape, strides, dtype=DTYPES[rest[2].text])
+    return _tensor(storage, offset, shape, strides, dtype=SPELLINGS[rest[2].text])
 
 
 def _tensor_of_type(function: object, kind: object, args: Any, state: object) -> object:
@@ -429,7 +430,7 @@ _NAMES: Mapping[str, Builder | None] = {
     "torch.device": _device,
     _UNTYPED: None,
     **dict.fromkeys(_STORAGES),
-    **dict.fromkeys(DTYPES),
+    **dict.fromkeys(SPELLINGS),
 }
 
 

@@ -328,7 +328,8 @@ class Watch(Listener):
     def _report_long_wait(self, thread: int, wait: Wait) -> None:
         if wait.is_reported or wait.is_ended or wait.waited_s <= self.patience_s:
             return
-        wait.is_reported, rank = True, dist.get_rank()
+        wait.is_reported = True
+        rank = dist.get_rank()
         who = f"rank {rank} has waited {self.patience_s:.0f} s in {wait.text}{line_of(thread)}"
         table = Table(self._heard, rank, wait.record())
         if table.reporter == rank:

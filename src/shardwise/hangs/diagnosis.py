@@ -117,7 +117,8 @@ class StalledCalls:
         if place != self._place:
             self._place, self._found, self._since_s = place, None, time.monotonic()
         elif self._found is None and (found := torch_call()) is not None:
-            found.begun_s, self._found = self._since_s, found
+            found.begun_s = self._since_s
+            self._found = found
         return self._found
 
 
@@ -234,12 +235,13 @@ def _call_in(frames: list[FrameType]) -> Wait | None:
         return None
     given = [v for v in calls[0].f_locals.values() if isinstance(v, torch.Tensor)][:1]
     of = "".join(f" of {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in given)
-    needs_all, over = group is not None and kind.startswith(_NEED_ALL), ""
-    if group is not None:
-        axis = str(getattr(group, "group_desc", "") or "")
-        ranks = name_ranks(ranks_of(group))
-        over = f" over axis '{axis[5:]}'" if axis.startswith("mesh_") else f" over {ranks}"
-    return _torch_wait(kind, group, needs_all, f"torch's {kind}{of}{over}")
+    if group is None:
+        return _torch_wait(kind, None, False, f"torch's {kind}{of}")
+    said = str(getattr(group, "group_desc", "") or "")
+    axis = said.removeprefix("mesh_")
+    over = f"axis '{axis}'" if axis != said else name_ranks(ranks_of(group))
+    needs_all = kind.startswith(_NEED_ALL)
+    return _torch_wait(kind, group, needs_all, f"torch's {kind}{of} over {over}")
 
 
 def _torch_wait(

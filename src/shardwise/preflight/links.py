@@ -30,9 +30,11 @@ _CALL_S = 0.05  # a collective that takes so long shows the speed of its link
 class Echo(TcpServer):
     """Answers whoever connects with the time of this node's clock, from a thread."""
 
+    poll_s = 0.05
+
     def __init__(self, host: str, clock: Callable[[], float] = time.time) -> None:
         self.clock = clock
-        super().__init__(host, _EchoHandler, "shardwise-echo", poll_s=0.05)
+        super().__init__(host, _EchoHandler, "shardwise-echo")
 
 
 class _EchoHandler(socketserver.BaseRequestHandler):

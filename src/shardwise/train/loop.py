@@ -210,7 +210,7 @@ class _Loop:
         observation: Observation | None,
     ) -> None:
         self._run, self._stop = run, stop
-        self._log = observation.log if observation is not None else _log_nothing
+        self._log = observation.log if observation is not None else lambda **_: None
         self._paused = observation.paused if observation is not None else nullcontext
         self._metrics, self._advance, self._result = metrics, advance, result
         self._saves, self._budget = saves, IntegrityBudget(run.config.integrity)
@@ -299,10 +299,6 @@ class _Loop:
         if is_different:
             raise_difference(run, step, difference, local.numbers)
         return replace(local, loss=loss), is_stopped, save_failed
-
-
-def _log_nothing(**values: float) -> None:
-    """Stand in for the log of a run that is not observed."""
 
 
 def _sent_bytes(run: Run) -> int:
