@@ -27,11 +27,13 @@ class Answers:
     # Of the run's table, compared roughly: columns, and rows with these words in their names.
     rough_columns: tuple[int, ...] = ()
     rough_rows: tuple[str, ...] = ("peak",)
+    true_claims: tuple[str, ...] = ()
 
     def write_into(self, text):
         """Return a solution with the right answers beside the gaps."""
         right = {"line": self.line, "finding": self.finding, self.decision[0]: self.decision[1]}
-        for name, value in (right | dict.fromkeys(self.false_claims, False)).items():
+        right |= dict.fromkeys(self.false_claims, False) | dict.fromkeys(self.true_claims, True)
+        for name, value in right.items():
             assert text.count(f'{name}": None') == 1, name
             text = text.replace(f'{name}": None', f'{name}": {value!r}')
         return text
