@@ -72,13 +72,13 @@ if TYPE_CHECKING:
     from shardwise.checkpoint.save_load import load as load
     from shardwise.checkpoint.save_load import save as save
     from shardwise.config import Precision as Precision
-    from shardwise.engine.accumulate import accumulate as accumulate
     from shardwise.engine.api import shard as shard
     from shardwise.engine.gathered import gathered as gathered
     from shardwise.homes import Offload as Offload
     from shardwise.interop.fsdp2.api import fully_shard as fully_shard
     from shardwise.monitor.describe import describe as describe
     from shardwise.monitor.observer import observe as observe
+    from shardwise.parallel.accumulate import accumulate as accumulate
     from shardwise.step.overlap import overlap as overlap
     from shardwise.tensor.shard_tensor import ShardTensor as ShardTensor
 
@@ -88,7 +88,7 @@ _HOMES = {
     "Offload": "shardwise.homes",
     "Precision": "shardwise.config",
     "ShardTensor": "shardwise.tensor.shard_tensor",
-    "accumulate": "shardwise.engine.accumulate",
+    "accumulate": "shardwise.parallel.accumulate",
     "describe": "shardwise.monitor.describe",
     "fully_shard": "shardwise.interop.fsdp2.api",
     "gathered": "shardwise.engine.gathered",

@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor
 from shardwise.comm.exchange import Exchange
 from shardwise.comm.torch_collectives import CountedCollectives
 from shardwise.engine.api import engine_of
-from shardwise.engine.parts import Model, Parts, modules_of
 from shardwise.engine.seams import Activations
 from shardwise.hangs.abort import watch as watch
 from shardwise.mesh import Axis
+from shardwise.parallel.parts import Model, Parts, modules_of
 from shardwise.step.local_step import is_elementwise
 from shardwise.step.overlap import staging_bytes
 from shardwise.tensor.cut import axes_of_mesh

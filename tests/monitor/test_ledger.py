@@ -10,11 +10,11 @@ from torch import nn
 from models import Checkpointed, Stack
 from ranks import on_ranks, run_ranks
 from shardwise import shard
-from shardwise.engine.parts import Parts
 from shardwise.monitor.describe import facts_of
 from shardwise.monitor.memory import owned_bytes
 from shardwise.monitor.spans import length
 from shardwise.parallel import MixtureOfExperts
+from shardwise.parallel.parts import Parts
 from shardwise.parallel.routing import Routing
 from shardwise.svg import order_of_kinds
 from trainer import sharded_by_block

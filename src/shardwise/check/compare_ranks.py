@@ -22,8 +22,8 @@ from shardwise.comm.collective_key import name_ranks
 from shardwise.comm.collectives import Comm
 from shardwise.comm.control import Control, exchange_any
 from shardwise.engine.agreement import find_difference
-from shardwise.engine.parts import Joined, Model, Optimizer, Parts
 from shardwise.errors import ReplicaError
+from shardwise.parallel.parts import Joined, Model, Optimizer, Parts
 from shardwise.tensor.inner import plain_parts
 from shardwise.unit.states import ParamState
 from shardwise.unit.storage import Storage

@@ -33,11 +33,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from shardwise.axes import Axes
 from shardwise.comm.collectives import all_reduce_scalars
 from shardwise.comm.control import Control, exchange_any
-from shardwise.engine.accumulate import accumulate
 from shardwise.engine.api import find_engine, shard
-from shardwise.engine.parts import Model, Parts, modules_of
 from shardwise.errors import ConfigError, GradientError
 from shardwise.mesh import resolve_axes
+from shardwise.parallel.accumulate import accumulate
+from shardwise.parallel.parts import Model, Parts, modules_of
 from shardwise.parallel.tying import ties_of
 from shardwise.tensor.plain_state import owner_of
 

@@ -48,10 +48,10 @@ from shardwise.checkpoint.write import Progress, Written
 from shardwise.comm.control import exchange_any, naming
 from shardwise.device import host_buffer, wait_for_copies
 from shardwise.engine.conditions import Origin
-from shardwise.engine.parts import Model, Optimizer, Parts
 from shardwise.errors import CheckpointError, ConfigError, ShardwiseError, StateError
 from shardwise.offload.disk import Disk
 from shardwise.offload.file_slices import mapped
+from shardwise.parallel.parts import Model, Optimizer, Parts
 
 _RUNNING, _DONE, _FAILED = range(3)
 _ALIGNMENT = 64  # of a tensor in the copy

@@ -28,13 +28,13 @@ from shardwise.checkpoint.state import (
     persistent_buffers,
 )
 from shardwise.engine.adoption import innermost
-from shardwise.engine.parts import Joined, Model, modules_of
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.layout.boxes import Region, full_region
 from shardwise.offload.home import Home
 from shardwise.optim.adamw import AdamW, Moment
 from shardwise.optim.kinds import ARGUMENTS
 from shardwise.optim.moments import MOMENTS, kind_of
+from shardwise.parallel.parts import Joined, Model, modules_of
 from shardwise.tensor.cut import Cut
 from shardwise.tensor.inner import cut_by_rows, has_own_gather, inner_of, plain_parts
 from shardwise.tensor.plain_state import PLAIN_SCALARS

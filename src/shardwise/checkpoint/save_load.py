@@ -54,8 +54,8 @@ from shardwise.checkpoint.verify import MAX_LOOKS, too_fast
 from shardwise.checkpoint.write import NONCE_BYTES, Progress, Written, write_checkpoint
 from shardwise.comm.control import Control, SoloControl, exchange_any, naming
 from shardwise.engine.conditions import Origin
-from shardwise.engine.parts import Joined, Model, Optimizer, Parts, modules_of
 from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint, StateError
+from shardwise.parallel.parts import Joined, Model, Optimizer, Parts, modules_of
 from shardwise.trace import Tracer
 
 NOTHING: Mapping[str, object] = {}

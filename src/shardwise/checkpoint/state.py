@@ -26,9 +26,9 @@ from shardwise.checkpoint.manifest import LayoutRow, OptimizerRow, TensorRow
 from shardwise.checkpoint.source import Kind, TensorInfo
 from shardwise.checkpoint.values import encode
 from shardwise.comm.collectives import Comm
-from shardwise.engine.parts import Joined, Model, Optimizer, Parts, named_modules_of
 from shardwise.errors import CheckpointError, ConfigError, StateError
 from shardwise.layout.boxes import Region, full_region
+from shardwise.parallel.parts import Joined, Model, Optimizer, Parts, named_modules_of
 from shardwise.tensor.cut import Cut
 from shardwise.tensor.inner import cut_by_rows, inner_of, plain_parts
 from shardwise.tensor.plain_state import cut_plain_state

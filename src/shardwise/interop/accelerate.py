@@ -20,11 +20,11 @@ from torch.distributed.tensor import DTensor
 from shardwise.checkpoint.all_ranks import on_all_ranks
 from shardwise.checkpoint.save_load import NOTHING, collect_on_all_ranks, load, save
 from shardwise.engine import api
-from shardwise.engine.accumulate import accumulate
 from shardwise.engine.api import engine_of
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.interop.observed_loop import is_number
 from shardwise.monitor.observer import Observation, observe
+from shardwise.parallel.accumulate import accumulate
 from shardwise.parallel.clipping import clip_grad_norm_
 from shardwise.tensor.inner import gather_whole
 from shardwise.tensor.plain_state import owner_of

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.comm.pending import CollectiveId
 from shardwise.engine.agreement import agree
-from shardwise.engine.parts import Model, Parts
 from shardwise.errors import ConfigError, StateError
+from shardwise.parallel.parts import Model, Parts
 from shardwise.tensor.cut import Cut, DimCut, PieceCut, as_dtensor
 from shardwise.tensor.inner import inner_of, plain_parts, version_of
 from shardwise.tensor.plain_state import owner_of

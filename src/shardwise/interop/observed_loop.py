@@ -11,8 +11,8 @@ from typing import Any, SupportsFloat, TypeGuard
 
 import torch
 
-from shardwise.engine.parts import Model, Optimizer
 from shardwise.monitor.observer import Observation, observe
+from shardwise.parallel.parts import Model, Optimizer
 
 PAUSE = "pause"
 

@@ -5,9 +5,9 @@ from collections.abc import Collection, Iterator
 
 import torch
 
-from shardwise.engine.parts import Model, modules_of
 from shardwise.errors import ConfigError
 from shardwise.interop.full_weights import FullWeights, named_weights
+from shardwise.parallel.parts import Model, modules_of
 
 _BUCKET_BYTES = 64 << 20
 

@@ -16,11 +16,11 @@ from torch.distributed.tensor import Shard
 from shardwise import __version__
 from shardwise.device import memory_figures, name_of
 from shardwise.engine.api import engine_of
-from shardwise.engine.parts import Parts, modules_of
 from shardwise.errors import ConfigError
 from shardwise.layout.boxes import Region
 from shardwise.monitor.lines import MAX_NAME
 from shardwise.monitor.record import RunFacts
+from shardwise.parallel.parts import Parts, modules_of
 from shardwise.plan.machine.hardware import find_accelerator
 from shardwise.quantities import format_bytes, format_count
 from shardwise.tensor.inner import inner_of

@@ -27,11 +27,11 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.debug import place_of, place_of_state
 from shardwise.device import memory_in_use_bytes
-from shardwise.engine.parts import Parts
 from shardwise.engine.tree import tensors_in
 from shardwise.host import available_host_bytes
 from shardwise.monitor.record import Fix, Memory, Moment, OutOfMemory, RunFacts
 from shardwise.names import join_units, name_of_unit
+from shardwise.parallel.parts import Parts
 from shardwise.quantities import format_bytes
 from shardwise.step.overlap import staging_bytes
 from shardwise.svg import order_of_kinds

@@ -23,7 +23,6 @@ from shardwise.checkpoint.all_ranks import on_all_ranks
 from shardwise.checkpoint.save_load import Loaded
 from shardwise.comm.control import Control, exchange_any
 from shardwise.comm.torch_collectives import TORCH_CALLS
-from shardwise.engine.parts import Model, Optimizer, Parts
 from shardwise.errors import ConfigError
 from shardwise.monitor.describe import facts_of
 from shardwise.monitor.doctor import LiveDoctor
@@ -47,6 +46,7 @@ from shardwise.monitor.record import (
 from shardwise.monitor.recovery import Recovery, StartClock
 from shardwise.monitor.spans import SpanRecorder
 from shardwise.names import MAIN
+from shardwise.parallel.parts import Model, Optimizer, Parts
 from shardwise.processes import own_process
 
 T = TypeVar("T")

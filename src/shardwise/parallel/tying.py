@@ -23,11 +23,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.comm.collective_key import name_ranks
 from shardwise.comm.control import exchange_any
-from shardwise.engine.parts import Model, Parts
 from shardwise.errors import ConfigError
 from shardwise.layout.boxes import full_region
 from shardwise.layout.placements import local_of
 from shardwise.mesh import Axis
+from shardwise.parallel.parts import Model, Parts
 from shardwise.tensor.plain_state import owner_of
 from shardwise.unit.param import ShardedParam
 

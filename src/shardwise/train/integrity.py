@@ -26,9 +26,9 @@ from torch import Tensor
 
 from shardwise.checkpoint.container import digest_of, memory_of
 from shardwise.checkpoint.generators import read_generators, set_generators
-from shardwise.engine.parts import Parts
 from shardwise.errors import StateError
 from shardwise.layout.placements import local_of
+from shardwise.parallel.parts import Parts
 from shardwise.train.setup import Run, gather_integers
 
 Check = Literal["none", "replicas", "replay"]

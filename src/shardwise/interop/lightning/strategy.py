@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardwise.config import Precision, Schedule, ShardConfig, Units, resolve_config
-from shardwise.engine.accumulate import accumulate
 from shardwise.engine.api import engine_of, is_sharded, shard
 from shardwise.engine.runtime import Engine
 from shardwise.errors import ConfigError
@@ -35,6 +34,7 @@ from shardwise.interop.lightning.checkpoints import (
 )
 from shardwise.interop.observed_loop import PAUSE, ObservedLoop, is_number
 from shardwise.layout.units import partition_into_units
+from shardwise.parallel.accumulate import accumulate
 from shardwise.stages import STAGES
 from shardwise.versions import load_neighbour
 

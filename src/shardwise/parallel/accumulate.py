@@ -2,15 +2,15 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from importlib import import_module
 from typing import Any, Literal, overload
 
 import torch
 from torch import nn
 
 from shardwise.engine.api import engine_of
-from shardwise.engine.parts import Model, modules_of
 from shardwise.errors import ConfigError
+from shardwise.parallel.breadth_first import layer_by_layer
+from shardwise.parallel.parts import Model, modules_of
 
 
 @overload
@@ -57,9 +57,7 @@ def accumulate(
                 "accumulate(order='breadth_first'): expected a model, its forward function and "
                 "micro-batches"
             )
-        rounds = import_module("shardwise.parallel.breadth_first")  # not part of the core
-        loss: torch.Tensor = rounds.layer_by_layer(model, forward, micro_batches)
-        return loss
+        return layer_by_layer(model, forward, micro_batches)
     if forward is not None or last is None:
         raise TypeError(
             "accumulate(): expected accumulate(model, last=True or False), or accumulate(model, "
