@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ConfigError
-from shardwise_labs.course import Lab, answers_in, intro_of, labs, line_of, steps_of
+from shardwise_labs.course import (
+    Lab,
+    answers_in,
+    built_by,
+    intro_of,
+    labs,
+    line_of,
+    steps_of,
+)
 from shardwise_labs.ranks import Job, Outcome, Verdict, run_job
 
 SCORE = ".shardwise-labs.json"
@@ -50,11 +58,12 @@ def start(number: int, folder: Path) -> str:
     (folder / lab.file).write_text(lab.gapped())
     (folder / lab.broken_file).write_text(lab.broken)
     missing = [name for name in lab.needs if not (folder / name).exists()]
-    needs = f"It imports {missing[0]}, which an earlier lab builds.\n\n" if missing else ""
+    needs = "".join(f"It imports {name}: {built_by(name)}.\n\n" for name in missing)
     return (
         f"Lab {number}: {lab.title}\n\n{_narrow(intro_of(lab.page))}\n\n"
-        f"Wrote {lab.file} (yours to fill) and {lab.broken_file}.\n\n"
-        f"{needs}{read(number, 'Predict')}\n\nNext: fill PREDICT in {lab.file}, then "
+        f"Wrote {lab.file}, yours to fill.\n"
+        f"Wrote {lab.broken_file}: leave it closed until the step Break.\n\n"
+        f"{_narrow(needs)}{read(number, 'Predict')}\n\nNext: fill PREDICT in {lab.file}, then "
         f"`shardwise lab read {number} build`."
     )
 
@@ -220,7 +229,7 @@ def _static(lab: Lab, path: Path, facts: Mapping[str, str]) -> list[Verdict]:
     elif broken["line"] != line_of(lab.broken, lab.defect.line):
         problem = f"line {broken['line']} of {lab.broken_file} is right as it is"
     elif str(broken["finding"]).upper() != lab.defect.finding:
-        problem = f"the line is right; {broken['finding']} is another finding"
+        problem = f"that is the line with the defect; {broken['finding']} is another finding"
     verdicts.append(Verdict("break", not problem, problem or lab.defect.why))
     (choice,) = list(answers.get("DECIDE", {}).values()) or [None]
     is_right = choice == lab.decision.answer
@@ -249,10 +258,10 @@ def _claimed(lab: Lab, given: Mapping[str, object], facts: Mapping[str, str]) ->
     for text, claim in lab.claims.items():
         if not isinstance(given.get(text), bool):
             return Verdict("claims", False, f"True or False? {text}")
-        why = "the run tells why once all gaps are right"
+        why = ". Its figures come when no target is left to judge"
         if facts.keys() >= set(_names(claim.why)):
-            why = f"since {claim.why.format_map(facts)}"
-        reasons.append(f"{text}: {claim.is_true}, {why}")
+            why = f", since {claim.why.format_map(facts)}"
+        reasons.append(f"{text}: {claim.is_true}{why}")
         if given[text] != claim.is_true:
             return Verdict("claims", False, reasons[-1])
     return Verdict("claims", True, ". ".join(reasons))

@@ -17,7 +17,7 @@ LAB0 = Answers(
     14,
     "SW010",
     ("stage", "replicated"),
-    ("train faster", "half of the model", "data parallelism"),
+    {"train faster": False, "half of the model": False, "data parallelism": True},
     {
         (1, "fits"): [
             (MOST0, MOST0.replace("16", "12"), "gradients are missing"),
@@ -97,7 +97,7 @@ LAB8 = Answers(
     20,
     "SW033",
     ("moments", "keep"),
-    ("number of ranks", "fewer bytes", "more expensive"),
+    {"number of ranks": False, "fewer bytes": False, "of the copies": True},
     {
         (1, "blocks"): [
             (
@@ -218,7 +218,7 @@ LAB9 = Answers(
     18,
     "SW042",
     ("precision", "masters"),
-    ("fp32 masters", "all parameters", "step alone"),
+    {"fp32 masters": False, "round away": True, "step alone": False},
     {
         (1, "ulp"): [
             (ULP, ULP.replace("9", "8"), "is a whole step; half of it is where"),
@@ -314,7 +314,7 @@ LAB6 = Answers(
     22,
     "SW002",
     ("message", "none"),
-    ("the optimizer", "are freed"),
+    {"the optimizer": False, "forward begins": False, "stays full": True},
     {
         (1, "rows"): [
             (SHARE6, "    share = num_rows // num_ranks\n", "rounded down"),
@@ -403,7 +403,6 @@ LAB6 = Answers(
             ),
         ],
     },
-    true_claims=("before its forward",),
     rough_rows=(),
 )
 GUARD7 = "        if self.is_full or self.work is not None:\n            return\n"
@@ -424,7 +423,7 @@ LAB7 = Answers(
     15,
     "SW011",
     ("ahead", 1),
-    ("fewer bytes", "no memory", "waited for"),
+    {"as many bytes": True, "no memory": False, "waited for": False},
     {
         (1, "start"): [
             (GUARD7, "        if self.is_full:\n            return\n", "a second gather"),

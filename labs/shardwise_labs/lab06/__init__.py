@@ -19,12 +19,12 @@ LAB = Lab(
         "model.parameters() gives full parameters to the optimizer": Claim(
             False, "it gives a {rest_class} with elements of shape {rest_shape} on this rank"
         ),
-        "The gather of unit 2 begins before its forward": Claim(
-            True,
+        "A unit is gathered when its forward begins": Claim(
+            False,
             "{first} was called before {second}: the gather begins while another unit computes",
         ),
-        "Between forward and backward all units are freed": Claim(
-            False, "{kept} bytes are full then: the last unit's, whose backward comes first"
+        "Between forward and backward one unit stays full": Claim(
+            True, "{kept} bytes are full then: the last unit's, whose backward comes first"
         ),
     },
     defect=Defect(

@@ -131,6 +131,6 @@ DECIDE = {
 # True or False?
 CLAIMS = {
     "model.parameters() gives full parameters to the optimizer": None,
-    "The gather of unit 2 begins before its forward": None,
-    "Between forward and backward all units are freed": None,
+    "A unit is gathered when its forward begins": None,
+    "Between forward and backward one unit stays full": None,
 }

@@ -141,5 +141,5 @@ DECIDE = {
 CLAIMS = {
     "Offloading the moments halves what zero1 holds, on any number of ranks": None,
     "Reading ahead moves fewer bytes": None,
-    "A larger batch makes offload more expensive": None,
+    "A larger batch hides more of the copies": None,
 }

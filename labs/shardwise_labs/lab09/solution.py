@@ -121,6 +121,6 @@ DECIDE = {
 # True or False?
 CLAIMS = {
     "bf16 needs no loss scaling, so it needs no fp32 masters": None,
-    "If the loss goes down, the optimizer moves all parameters": None,
+    "The loss can go down while updates round away": None,
     "A rank whose gradient overflows may skip its step alone": None,
 }
