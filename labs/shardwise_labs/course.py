@@ -142,6 +142,12 @@ def labs() -> dict[int, Lab]:
     return {lab.number: lab for lab in found}
 
 
+def built_by(file: str) -> str:
+    """Return in words how a reader gets the file of an earlier lab."""
+    number = int(file[3:5])
+    return f"lab {number} builds it (`shardwise lab show {number} --yes` prints ours)"
+
+
 def steps_of(page: str) -> dict[str, str]:
     """Return the sections of a page by their titles, in order."""
     parts = re.split(r"^## (.+)$", page, flags=re.MULTILINE)

@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ConfigError
-from shardwise_labs.course import Lab, answers_in, intro_of, labs, line_of, steps_of
+from shardwise_labs.course import (
+    Lab,
+    answers_in,
+    built_by,
+    intro_of,
+    labs,
+    line_of,
+    steps_of,
+)
 from shardwise_labs.ranks import Job, Outcome, Verdict, run_job
 
 SCORE = ".shardwise-labs.json"
@@ -50,11 +58,12 @@ def start(number: int, folder: Path) -> str:
     (folder / lab.file).write_text(lab.gapped())
     (folder / lab.broken_file).write_text(lab.broken)
     missing = [name for name in lab.needs if not (folder / name).exists()]
-    needs = f"It imports {missing[0]}, which an earlier lab builds.\n\n" if missing else ""
+    needs = "".join(f"It imports {name}: {built_by(name)}.\n\n" for name in missing)
     return (
         f"Lab {number}: {lab.title}\n\n{_narrow(intro_of(lab.page))}\n\n"
-        f"Wrote {lab.file} (yours to fill) and {lab.broken_file}.\n\n"
-        f"{needs}{read(number, 'Predict')}\n\nNext: fill PREDICT in {lab.file}, then "
+        f"Wrote {lab.file}, yours to fill.\n"
+        f"Wrote {lab.broken_file}: leave it closed until the step Break.\n\n"
+        f"{_narrow(needs)}{read(number, 'Predict')}\n\nNext: fill PREDICT in {lab.file}, then "
         f"`shardwise lab read {number} build`."
     )
 
@@ -192,6 +201,7 @@ def failure(outcomes: Sequence[Outcome]) -> str:
     """Return in words how the reader's code failed on some rank; nothing if it did not."""
     failed = [outcome for outcome in outcomes if outcome.error]
     raised = [outcome for outcome in failed if not outcome.is_waiting]
+    raised.sort(key=lambda outcome: "the process crashed" not in outcome.error)
     waiting = [f"rank {o.rank} waits: {o.error}" for o in failed if o.is_waiting]
     if raised:
         first = raised[0]
@@ -219,7 +229,7 @@ def _static(lab: Lab, path: Path, facts: Mapping[str, str]) -> list[Verdict]:
     elif broken["line"] != line_of(lab.broken, lab.defect.line):
         problem = f"line {broken['line']} of {lab.broken_file} is right as it is"
     elif str(broken["finding"]).upper() != lab.defect.finding:
-        problem = f"the line is right; {broken['finding']} is another finding"
+        problem = f"that is the line with the defect; {broken['finding']} is another finding"
     verdicts.append(Verdict("break", not problem, problem or lab.defect.why))
     (choice,) = list(answers.get("DECIDE", {}).values()) or [None]
     is_right = choice == lab.decision.answer
@@ -240,17 +250,21 @@ def _predicted(lab: Lab, given: Mapping[str, object], facts: Mapping[str, str]) 
             ratio = value / number.value
             return Verdict("predict", False, f"{name}: {value:g} is {ratio:.3g} x: {number.why}")
     runs = [f"{n}: {facts[n]} in the run, {given[n]} predicted" for n in lab.predict if n in facts]
-    return Verdict("predict", True, "; ".join(runs))
+    return Verdict("predict", True, "; ".join(runs) or f"{len(lab.predict)} of {len(lab.predict)}")
 
 
 def _claimed(lab: Lab, given: Mapping[str, object], facts: Mapping[str, str]) -> Verdict:
+    reasons = []
     for text, claim in lab.claims.items():
         if not isinstance(given.get(text), bool):
             return Verdict("claims", False, f"True or False? {text}")
+        why = ". Its figures come when no target is left to judge"
+        if facts.keys() >= set(_names(claim.why)):
+            why = f", since {claim.why.format_map(facts)}"
+        reasons.append(f"{text}: {claim.is_true}{why}")
         if given[text] != claim.is_true:
-            why = claim.why.format_map({**dict.fromkeys(_names(claim.why), "?"), **facts})
-            return Verdict("claims", False, f"{text}: {claim.is_true}, since {why}")
-    return Verdict("claims", True, f"{len(lab.claims)} of {len(lab.claims)}")
+            return Verdict("claims", False, reasons[-1])
+    return Verdict("claims", True, ". ".join(reasons))
 
 
 def _names(text: str) -> list[str]:

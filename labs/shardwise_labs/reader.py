@@ -8,6 +8,7 @@ import traceback
 from pathlib import Path
 from types import ModuleType
 
+from shardwise_labs.course import built_by
 from shardwise_labs.words import WrongAnswer
 
 BUILT_HERE = ("torch.nn.parallel", "torch.distributed.fsdp", "torch.distributed.optim")
@@ -73,7 +74,7 @@ def describe(error: BaseException, folder: Path) -> str:
     if isinstance(error, NotImplementedError) and "gap" in str(error) and frames:
         return f"{error} is still empty (line {frames[-1].lineno} of {_file(frames[-1])})"
     if isinstance(error, ModuleNotFoundError) and str(error.name).startswith("lab"):
-        return f"{error.name}.py is not in this folder; an earlier lab builds it"
+        return f"{error.name}.py is not in this folder: {built_by(str(error.name))}"
     lines = [f"line {f.lineno} of {_file(f)}, in {f.name}: {f.line}" for f in frames]
     if not frames:
         return f"the check cannot use what your code returned ({said})"

@@ -11,10 +11,10 @@ PEAK = "    return slices + 12 * max(unit_numels)"
 STAGE = "        if held <= device_bytes:\n            return stage"
 MIXED = '"adam": 4 + 4 + 4}'
 LAB1 = Answers(
-    15,
+    19,
     "SW001",
     ("stage", "zero1"),
-    ("of ranks", "faster", "fp32"),
+    {"of ranks": False, "faster": False, "fp32": True},
     {
         (1, "mixed"): [
             (MIXED, '"adam": 8}', "8 bytes, 12 expected: an fp32 master and two fp32"),
@@ -79,7 +79,7 @@ LAB2 = Answers(
     13,
     "SW010",
     ("GB/s", 25),
-    ("per rank", "one process", "many bytes"),
+    {"per rank": False, "one process": False, "many bytes": True},
     {
         (1, "exchange"): [
             (EXCHANGE, "    return tensor\n", "is what this rank sent"),
@@ -188,7 +188,7 @@ LAB3 = Answers(
     20,
     "SW006",
     ("fewest ranks", 16),
-    ("gathers", "parameters", "only"),
+    {"gathers": False, "parameters": True, "only": False},
     {
         (1, "pad"): [
             (PADDED, "    return numel // num_ranks * num_ranks", "rounded down"),
@@ -332,7 +332,7 @@ LAB4 = Answers(
     11,
     "SW011",
     ("stage", "zero1"),
-    ("a unit", "ZeRO-1", "is ZeRO-2"),
+    {"a unit": False, "ZeRO-1 sends": True, "is ZeRO-2": False},
     {
         (1, "hooks"): [
             (HOOKS, "", "count_gradient was called 0 times"),
@@ -437,7 +437,7 @@ LAB5 = Answers(
     11,
     "SW004",
     ("fewest ranks", 8),
-    ("ZeRO-1", "peak", "per step"),
+    {"ZeRO-1": False, "peak": True, "per step": False},
     {
         (1, "shard"): [
             (SHARD3, SHARD3.replace(".clone()", ""), "still a view of the full values"),
@@ -546,7 +546,7 @@ LAB10 = Answers(
     14,
     "SW004",
     ("minutes", 60),
-    ("latency", "small ones", "every run"),
+    {"latency": False, "small ones": True, "as before": True},
     {
         (1, "count"): [
             ("    return count + (held > 0)", "    return count", "3 in the run, 2"),
@@ -561,11 +561,13 @@ LAB10 = Answers(
             (SMALL, SMALL.replace("2 *", "9 *"), "tiny buckets: None, SW010"),
             (LARGE, "bucket_bytes > 2 * usual_bytes and False", "SW011 expected"),
             (LARGE, "bucket_bytes >= max(unit_bytes)", "usual buckets: SW011, None"),
+            (LARGE, "2 * bucket_bytes >= sum(unit_bytes)", "[60, 60, 60], 100, 100) is SW011"),
             (f"if {SMALL}", "if bucket_bytes > usual_bytes", "tiny buckets: None"),
         ],
         (3, "wrapping"): [
             (MOST, "max(unit_bytes) > sum(unit_bytes)", "SW004 expected"),
             (MOST, "max(unit_bytes) > min(unit_bytes)", "a healthy run is blamed"),
+            (MOST, "max(unit_bytes) > sum(unit_bytes) / 3", "([40, 30, 30]) is SW004, None"),
             ("if len(unit_bytes) == 1", "if len(unit_bytes) < 4", "SW002, SW004"),
             ("if len(unit_bytes) == 1", "if not unit_bytes", "one unit: SW004, SW002"),
             (MOST, MOST.replace(">", "<"), "a healthy run is blamed"),
@@ -610,7 +612,7 @@ LAB10 = Answers(
         (7, "axis"): [
             (RATES10, "{axis: -seconds[axis] for axis in sent}", "expected"),
             (RATES10, RATES10.split(" if ")[0] + "}", "float division by zero"),
-            (SLOW10, SLOW10.replace("0.3", "0.6"), "half as fast is not much slower"),
+            (SLOW10, SLOW10.replace("0.3", "0.5"), "0.4 as fast is not much slower"),
             (SLOWEST10, "    return slow[-1] if slow else None\n", "two are slow"),
             (SLOWEST10, "    return min(slow, key=rates.__getitem__)\n", "empty"),
             (RATES10, "dict(sent)", "one axis sends more"),

@@ -11,7 +11,7 @@ MEAN11 = """            dist.all_reduce(p.grad, group=group)
             p.grad /= dist.get_world_size(group)
 """
 RECV11 = "            dist.recv(x, before)\n"
-LEAF11 = "        x.requires_grad_()\n"
+LEAF11 = "            x.requires_grad_()\n"
 LOSS11 = "            y = loss_of(y, target) / len(micro)\n"
 BACK11 = "            y.backward(grad)\n"
 ENDS11 = "    for x, y in ends:\n"
@@ -20,7 +20,7 @@ LAB11 = Answers(
     19,
     "SW014",
     ("take", "zero3"),
-    ("over all ranks", "of parameters", "data parallelism"),
+    {"over all ranks": False, "with the batch": True, "data parallelism": False},
     {
         (1, "places"): [
             (PLACE11, "    return part, replica, stage\n", "the stage runs fastest here"),
@@ -116,7 +116,7 @@ LAB12 = Answers(
     21,
     "SW051",
     ("minutes", 20),
-    ("same losses", "can be used", "saved it"),
+    {"same losses": False, "can be used": False, "saved it": True},
     {
         (1, "torn"): [
             (COMMIT12, COMMIT12[len("    dist.barrier()\n") :], "rename when all ranks"),
@@ -124,6 +124,7 @@ LAB12 = Answers(
         (1, "save"): [
             (SYNC12, "", "the file is not synced"),
             (COMMIT12, "    dist.barrier()\n", "checkpoints after step 5: []"),
+            (COMMIT12, COMMIT12[: -len("    dist.barrier()\n")], "before rank 0 had renamed"),
             (OPEN12, OPEN12.replace("{rank}", ""), "has ['rank.pt']"),
             (
                 "        growing.rename(whole)\n",
@@ -161,10 +162,11 @@ LAB12 = Answers(
                 "is it the first moment?",
             ),
             (
-                '"values": trainer.shard.data,',
+                '"values": trainer.shard.data.clone(),',
                 '"values": trainer.flat.values,',
                 "34764 elements, 17382 expected",
             ),
+            ("trainer.shard.data.clone()", "trainer.shard.data", "torch.save writes them all"),
             ('"count": adam["step"]', '"count": adam["step"] + 1', "is 5 after 4 steps"),
         ],
         (4, "recut"): [

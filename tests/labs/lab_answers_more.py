@@ -17,7 +17,7 @@ LAB0 = Answers(
     14,
     "SW010",
     ("stage", "replicated"),
-    ("train faster", "half of the model", "data parallelism"),
+    {"train faster": False, "half of the model": False, "data parallelism": True},
     {
         (1, "fits"): [
             (MOST0, MOST0.replace("16", "12"), "gradients are missing"),
@@ -97,7 +97,7 @@ LAB8 = Answers(
     20,
     "SW033",
     ("moments", "keep"),
-    ("number of ranks", "fewer bytes", "more expensive"),
+    {"number of ranks": False, "fewer bytes": False, "of the copies": True},
     {
         (1, "blocks"): [
             (
@@ -218,7 +218,7 @@ LAB9 = Answers(
     18,
     "SW042",
     ("precision", "masters"),
-    ("fp32 masters", "all parameters", "step alone"),
+    {"fp32 masters": False, "round away": True, "step alone": False},
     {
         (1, "ulp"): [
             (ULP, ULP.replace("9", "8"), "is a whole step; half of it is where"),
@@ -314,7 +314,7 @@ LAB6 = Answers(
     22,
     "SW002",
     ("message", "none"),
-    ("the optimizer", "forward begins", "are freed"),
+    {"the optimizer": False, "forward begins": False, "stays full": True},
     {
         (1, "rows"): [
             (SHARE6, "    share = num_rows // num_ranks\n", "rounded down"),
@@ -326,7 +326,8 @@ LAB6 = Answers(
         (2, "record"): [
             (OURS6, OURS6.replace('event == "call" and ', ""), "recorded too?"),
             (OURS6, OURS6.replace(" and is_ours", ""), "those of other units"),
-            (ANY6, 'id(frame.f_locals.get("self")) in own', "but not `self`"),
+            (ANY6, 'id(frame.f_locals.get("self")) in own', "the ids of ALL its arguments"),
+            (ANY6, "id(unit) in map(id, frame.f_locals.values())", "Storage.prepare_gather is"),
             (END6, "", "the profile goes on after the step"),
             (
                 "    step()\n" + END6 + "    return found\n",
@@ -351,7 +352,7 @@ LAB6 = Answers(
             (
                 FORWARD6,
                 '    forward += ["Storage.free", "Engine.after_forward"]\n',
-                "they are still needed",
+                "the unit is freed after that",
             ),
             (FORWARD6, FORWARD6.replace(', "Storage.free"', ""), "nothing reads the"),
             (
@@ -366,7 +367,7 @@ LAB6 = Answers(
             (
                 BACKWARD6,
                 '    backward += ["Backward.on_unit_over", "Storage.free", "Reductions.add"]\n',
-                "station 10 is Reductions.add, and not Storage.free: they are still needed",
+                "station 10 is Reductions.add, and not Storage.free: the unit is freed after that",
             ),
         ],
         (4, "forms"): [
@@ -378,6 +379,7 @@ LAB6 = Answers(
             ),
             ("    hook.remove()\n", "", "the hook is still there after the step"),
             ('found["grad"] = held(module.weight.grad)', "pass", '"grad" is missing'),
+            ("held(module.weight.grad)", "held(module.weight)", "look at weight.grad"),
             (
                 '    found["grad"] = held(module.weight.grad)\n',
                 '    found["grad"] = found["forward"]\n',
@@ -421,7 +423,7 @@ LAB7 = Answers(
     15,
     "SW011",
     ("ahead", 1),
-    ("fewer bytes", "no memory", "waited for"),
+    {"as many bytes": True, "no memory": False, "waited for": False},
     {
         (1, "start"): [
             (GUARD7, "        if self.is_full:\n            return\n", "a second gather"),

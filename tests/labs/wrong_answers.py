@@ -22,7 +22,7 @@ class Answers:
     line: int  # of the defect in the broken program
     finding: str
     decision: tuple[str, int | str]
-    false_claims: tuple[str, ...]  # ends of their sentences
+    claims: Mapping[str, bool]  # by the ends of their sentences
     wrong: Mapping[tuple[int, str], Sequence[tuple[str, str, str]]]  # by gap and target
     # Of the run's table, compared roughly: columns, and rows with these words in their names.
     rough_columns: tuple[int, ...] = ()
@@ -31,7 +31,7 @@ class Answers:
     def write_into(self, text):
         """Return a solution with the right answers beside the gaps."""
         right = {"line": self.line, "finding": self.finding, self.decision[0]: self.decision[1]}
-        for name, value in (right | dict.fromkeys(self.false_claims, False)).items():
+        for name, value in (right | dict(self.claims)).items():
             assert text.count(f'{name}": None') == 1, name
             text = text.replace(f'{name}": None', f'{name}": {value!r}')
         return text

@@ -106,5 +106,5 @@ DECIDE = {
 CLAIMS = {
     "Sharding makes a model that fits train faster": None,
     "With data parallelism on two ranks each holds half of the model": None,
-    "ZeRO-1 sends more than data parallelism": None,
+    "ZeRO-1 sends hardly more bytes than data parallelism": None,
 }

@@ -26,12 +26,12 @@ LAB = Lab(
             False,
             "it is there to fit: zero3 sent {zero3_sent} bytes per step, zero1 {zero1_sent}",
         ),
-        "In mixed precision a parameter costs half as many bytes as in fp32": Claim(
-            False, "2 + 2 + 12 = 16 bytes, as 4 + 4 + 8; activations are what gets smaller"
+        "In mixed precision a parameter costs as many bytes as in fp32": Claim(
+            True, "2 + 2 + 12 = 16 bytes, as 4 + 4 + 8; activations are what gets smaller"
         ),
     },
     defect=Defect(
-        "zero1 = numel * (param + grad + adam)",
+        '"zero1": alone["zero1"],',
         "SW001",
         "Adam's state is not divided; a run like that holds whole state on every rank",
     ),

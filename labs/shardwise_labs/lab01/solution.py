@@ -87,5 +87,5 @@ DECIDE = {
 CLAIMS = {
     "ZeRO-3 divides a rank's peak memory exactly by the number of ranks": None,
     "FSDP is there to make steps faster": None,
-    "In mixed precision a parameter costs half as many bytes as in fp32": None,
+    "In mixed precision a parameter costs as many bytes as in fp32": None,
 }

@@ -101,5 +101,5 @@ DECIDE = {
 CLAIMS = {
     "An all-reduce of P bytes sends P bytes per rank": None,
     "A ring adds in rank order, so it has the bits of one process": None,
-    "On twice as many ranks each rank sends twice as many bytes": None,
+    "On twice as many ranks each rank sends less than twice as many bytes": None,
 }

@@ -30,8 +30,8 @@ LAB = Lab(
             False,
             "an all-reduce is both: {ddp_sent} bytes for DDP here, and {sent} were sent",
         ),
-        "With Adam, a sum of gradients in place of the mean shows in the parameters": Claim(
-            False,
+        "With Adam, a sum of gradients in place of the mean hardly shows in the parameters": Claim(
+            True,
             "Adam divides by the size of the gradient: training with sums moves these parameters "
             "by {sum_update} of their norm. Clipping and SGD do see it",
         ),

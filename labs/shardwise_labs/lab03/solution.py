@@ -112,6 +112,6 @@ DECIDE = {
 # True or False?
 CLAIMS = {
     "ZeRO-1 sends twice as much as DDP, since it reduces and gathers": None,
-    "With Adam, a sum of gradients in place of the mean shows in the parameters": None,
+    "With Adam, a sum of gradients in place of the mean hardly shows in the parameters": None,
     "With ZeRO-1 a rank computes the gradients of its own slice only": None,
 }

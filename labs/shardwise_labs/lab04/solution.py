@@ -115,6 +115,6 @@ DECIDE = {
 # True or False?
 CLAIMS = {
     "ZeRO-2 never holds the full gradients of a unit": None,
-    "With one micro-batch per step, ZeRO-2 sends more than ZeRO-1": None,
+    "With one micro-batch per step, ZeRO-2 sends what ZeRO-1 sends": None,
     "A run whose optimizer reads 1/N of each gradient is ZeRO-2": None,
 }

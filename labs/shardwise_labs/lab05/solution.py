@@ -114,6 +114,6 @@ DECIDE = {
 # True or False?
 CLAIMS = {
     "ZeRO-3 sends three times as many bytes as ZeRO-1": None,
-    "Fewer and larger units lower the peak": None,
+    "Fewer and larger units raise the peak": None,
     "ZeRO-3 gathers each parameter once per step": None,
 }

@@ -132,5 +132,5 @@ DECIDE = {
 CLAIMS = {
     "model.parameters() gives full parameters to the optimizer": None,
     "A unit is gathered when its forward begins": None,
-    "Between forward and backward all units are freed": None,
+    "Between forward and backward one unit stays full": None,
 }

@@ -31,6 +31,11 @@ WRAPPINGS = {
 
 
 ROWS, DEVICE_BYTES = 256, 1_800_000
+# Other numbers for the rules, with what is expected.
+NUMBERS: dict[str, list[tuple[tuple[Any, ...], str | None]]] = {
+    "bucket_finding": [(([60, 60, 60], 100, 100), None), (([60, 60, 60], 180, 100), "SW011")],
+    "wrapping_finding": [(([40, 30, 30],), None), (([60, 20, 20],), "SW004")],
+}
 
 
 @dataclass(frozen=True)
@@ -242,6 +247,14 @@ def _judge_findings(judge: Judge, target: str, runs: list[Provoked], names: list
             why = "a healthy run is blamed" if run.finding is None else "the run shows it"
             judge.judge(target, f"{name}: {got}, {run.finding} expected: {why}")
             return
+    name = "bucket_finding" if target == "buckets" else "wrapping_finding"
+    rule: Any = judge.call(name)
+    for given, want in NUMBERS[name]:
+        got = rule(*given)
+        if got != want:
+            said = ", ".join(map(str, given))
+            judge.judge(target, f"{name}({said}) is {got}, {want} expected")
+            return
     judge.judge(target, good="two bad runs are named, and the healthy one is not")
 
 
@@ -270,7 +283,7 @@ def _judge_axis(judge: Judge) -> None:
     cases = (
         ("one axis is slow", {"shard": 9e9, "tp": 1e9}, {"shard": 1.0, "tp": 1.0}, "tp"),
         ("one axis sends more", {"shard": 9e9, "tp": 1e9}, {"shard": 9.0, "tp": 1.0}, None),
-        ("half as fast is not much slower", {"a": 2e9, "b": 1e9}, {"a": 1.0, "b": 1.0}, None),
+        ("0.4 as fast is not much slower", {"a": 5e9, "b": 2e9}, {"a": 1.0, "b": 1.0}, None),
         ("one axis", {"shard": 9e9}, {"shard": 1.0}, None),
         ("an axis sends nothing", {"shard": 9e9, "pp": 0.0}, {"shard": 1.0, "pp": 0.0}, None),
         ("two are slow", {"a": 9e9, "b": 1e9, "c": 2e9}, dict.fromkeys("abc", 1.0), "b"),

@@ -137,6 +137,6 @@ DECIDE = {
 # True or False?
 CLAIMS = {
     "Larger buckets are always better, since a message costs a latency": None,
-    "At zero3 one large unit costs as much memory as many small ones": None,
-    "Offloading to the host slows down every run": None,
+    "At zero3 one large unit takes more memory than many small ones": None,
+    "Offloading to the host can leave a step as fast as before": None,
 }

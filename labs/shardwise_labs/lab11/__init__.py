@@ -11,15 +11,15 @@ LAB = Lab(
         "copy": 2,
         "sum": 3,
         "mean": 4,
-        "tensor": 3,
         "pipeline": 5,
+        "tensor": 3,
         "sent": 5,
     },
     num_ranks=(4,),
     predict={
         "stage of rank 5 with pp=2, dp=2, tp=2": Number(1, "5 = (1 * 2 + 0) * 2 + 1"),
         "gradient's scale, if divided by 4 ranks where dp is 2": Number(0.5, "2 / 4"),
-        "idle share": Number(3 / 11, "3 of 8 + 3 slots: a stage waits while the line fills"),
+        "idle share": Number(3 / 11, "8 micro-batches take 8 + 3 slots: a stage waits in 3 of 11"),
     },
     claims={
         "Gradients are averaged over all ranks": Claim(
@@ -27,8 +27,8 @@ LAB = Lab(
             "over those with other batches. Averaged over all four, the gradient of `up` is {wrong}"
             " x as large as in one process, and a mixture of two parts",
         ),
-        "Tensor parallelism sends gradients of parameters": Claim(
-            False,
+        "What tensor parallelism sends grows with the batch": Claim(
+            True,
             "it sends activations: {tp_sent} bytes in a step with 4 rows, {tp_sent_more} with 8",
         ),
         "A rank of a pipeline sends as much as one of data parallelism": Claim(

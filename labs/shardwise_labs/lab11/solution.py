@@ -78,7 +78,7 @@ class Block(nn.Module):
 
 
 def average(parameters: list[nn.Parameter], group: ProcessGroup) -> None:
-    """Turn gradients into means over the ranks with other batches."""
+    """Turn each `p.grad` into the mean over the ranks with other batches; None stays None."""
     # GAP 4. `group` is this rank's data-parallel group: ranks with the same part of the same
     # stage. `dist.get_world_size(group)` is the number of ranks in it.
     for p in parameters:
@@ -96,16 +96,16 @@ def run_stage(
     `before` and `after` are the ranks of the neighbouring stages, None at the ends. Each
     micro-batch is (input, target); the first stage reads the input, the last one the target.
     """
-    # GAP 5. Forward: the input, or what `dist.recv` fills (as large as the input, and it requires
-    # a gradient); then `dist.send`, or the loss. Backward: the loss, or the gradient that comes
-    # from `after`, in the same order; then send `x.grad` to `before`. The loss of a micro-batch is
-    # `loss_of(output, target) / len(micro)`.
+    # GAP 5. Forward: the input, or an `x` as large that `dist.recv(x, before)` fills and that
+    # requires a gradient; then `dist.send`, or the loss. Backward: the loss, or the gradient that
+    # comes from `after`, in the same order; then send `x.grad` to `before`. The loss of a
+    # micro-batch is `loss_of(output, target) / len(micro)`.
     ends: list[tuple[Tensor, Tensor]] = []
     for given, target in micro:
         x = given.clone()
         if before is not None:
             dist.recv(x, before)
-        x.requires_grad_()
+            x.requires_grad_()
         y = stage(x)
         if after is not None:
             dist.send(y.detach(), after)
@@ -146,6 +146,6 @@ DECIDE = {
 # True or False?
 CLAIMS = {
     "Gradients are averaged over all ranks": None,
-    "Tensor parallelism sends gradients of parameters": None,
+    "What tensor parallelism sends grows with the batch": None,
     "A rank of a pipeline sends as much as one of data parallelism": None,
 }

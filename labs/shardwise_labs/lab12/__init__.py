@@ -32,8 +32,8 @@ LAB = Lab(
             "the killed save left {left} of 2 whole files: slices of two different steps make no "
             "model, so training went on from step {torn_from}",
         ),
-        "A checkpoint loads only on as many ranks as have saved it": Claim(
-            False, "saved on 2 and loaded on 3: {moved} of {numel} values differ"
+        "A checkpoint can be loaded on more ranks than have saved it": Claim(
+            True, "saved on 2 and loaded on 3: {moved} of {numel} values differ"
         ),
     },
     defect=Defect(
@@ -60,7 +60,7 @@ LAB = Lab(
         3: (
             "Five entries: values, first, second, count, random.",
             "adam = trainer.optimizer.state[trainer.shard] has exp_avg, exp_avg_sq, step.",
-            "'values': trainer.shard.data, 'random': torch.get_rng_state()",
+            "'values': trainer.shard.data.clone(), 'random': torch.get_rng_state()",
         ),
         4: (
             "torch.cat(slices) has all elements, and some zeros at the end.",
