@@ -201,6 +201,7 @@ def failure(outcomes: Sequence[Outcome]) -> str:
     """Return in words how the reader's code failed on some rank; nothing if it did not."""
     failed = [outcome for outcome in outcomes if outcome.error]
     raised = [outcome for outcome in failed if not outcome.is_waiting]
+    raised.sort(key=lambda outcome: "the process crashed" not in outcome.error)
     waiting = [f"rank {o.rank} waits: {o.error}" for o in failed if o.is_waiting]
     if raised:
         first = raised[0]
@@ -249,19 +250,21 @@ def _predicted(lab: Lab, given: Mapping[str, object], facts: Mapping[str, str]) 
             ratio = value / number.value
             return Verdict("predict", False, f"{name}: {value:g} is {ratio:.3g} x: {number.why}")
     runs = [f"{n}: {facts[n]} in the run, {given[n]} predicted" for n in lab.predict if n in facts]
-    return Verdict("predict", True, "; ".join(runs))
+    return Verdict("predict", True, "; ".join(runs) or f"{len(lab.predict)} of {len(lab.predict)}")
 
 
 def _claimed(lab: Lab, given: Mapping[str, object], facts: Mapping[str, str]) -> Verdict:
+    reasons = []
     for text, claim in lab.claims.items():
         if not isinstance(given.get(text), bool):
             return Verdict("claims", False, f"True or False? {text}")
+        why = ". Its figures come when no target is left to judge"
+        if facts.keys() >= set(_names(claim.why)):
+            why = f", since {claim.why.format_map(facts)}"
+        reasons.append(f"{text}: {claim.is_true}{why}")
         if given[text] != claim.is_true:
-            said = ". Its figures come when no target is left to judge"
-            if facts.keys() >= set(_names(claim.why)):
-                said = f", since {claim.why.format_map(facts)}"
-            return Verdict("claims", False, f"{text}: {claim.is_true}{said}")
-    return Verdict("claims", True, f"{len(lab.claims)} of {len(lab.claims)}")
+            return Verdict("claims", False, reasons[-1])
+    return Verdict("claims", True, ". ".join(reasons))
 
 
 def _names(text: str) -> list[str]:

@@ -326,7 +326,8 @@ LAB6 = Answers(
         (2, "record"): [
             (OURS6, OURS6.replace('event == "call" and ', ""), "recorded too?"),
             (OURS6, OURS6.replace(" and is_ours", ""), "those of other units"),
-            (ANY6, 'id(frame.f_locals.get("self")) in own', "but not `self`"),
+            (ANY6, 'id(frame.f_locals.get("self")) in own', "the ids of ALL its arguments"),
+            (ANY6, "id(unit) in map(id, frame.f_locals.values())", "Storage.prepare_gather is"),
             (END6, "", "the profile goes on after the step"),
             (
                 "    step()\n" + END6 + "    return found\n",
@@ -351,7 +352,7 @@ LAB6 = Answers(
             (
                 FORWARD6,
                 '    forward += ["Storage.free", "Engine.after_forward"]\n',
-                "they are still needed",
+                "the unit is freed after that",
             ),
             (FORWARD6, FORWARD6.replace(', "Storage.free"', ""), "nothing reads the"),
             (
@@ -366,7 +367,7 @@ LAB6 = Answers(
             (
                 BACKWARD6,
                 '    backward += ["Backward.on_unit_over", "Storage.free", "Reductions.add"]\n',
-                "station 10 is Reductions.add, and not Storage.free: they are still needed",
+                "station 10 is Reductions.add, and not Storage.free: the unit is freed after that",
             ),
         ],
         (4, "forms"): [
@@ -378,6 +379,7 @@ LAB6 = Answers(
             ),
             ("    hook.remove()\n", "", "the hook is still there after the step"),
             ('found["grad"] = held(module.weight.grad)', "pass", '"grad" is missing'),
+            ("held(module.weight.grad)", "held(module.weight)", "look at weight.grad"),
             (
                 '    found["grad"] = held(module.weight.grad)\n',
                 '    found["grad"] = found["forward"]\n',

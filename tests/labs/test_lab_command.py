@@ -135,7 +135,10 @@ def test_a_reader_goes_through_a_lab(number, starter, tmp_path, monkeypatch):
     path.write_text(solution(number))
     shown = call(app, ["lab", "run", n]).output.split("rank 0:\n\n")[1]
     *_, page = re.findall(r"```text\n(.*?)```", steps_of(lab.page)["Run"], re.DOTALL)
-    for line, printed in zip(shown.splitlines(), page.splitlines(), strict=True):
+    rows = shown.splitlines()
+    if number == 6:  # gap 3 asks for the eleven stations, so the page has no list of them
+        rows = rows[11:]
+    for line, printed in zip(rows, page.splitlines(), strict=True):
         if not line[0].strip():  # heads of columns
             assert line == printed
             continue

@@ -186,7 +186,7 @@ def _judge_record(judge: Judge, step: _Step, truth: list[str]) -> None:
     got = _recorded(judge, step)
     problem = None
     if not got:
-        problem = "nothing was recorded: is the step inside, between the two calls?"
+        problem = "nothing was recorded: is the step between the two calls, the name co_qualname?"
     elif len(truth) < len(got) <= 3 * len(truth):
         problem = f"{len(got)} stations, {len(truth)} expected: is 'return' recorded too?"
     elif len(got) > 3 * len(truth):
@@ -194,7 +194,7 @@ def _judge_record(judge: Judge, step: _Step, truth: list[str]) -> None:
     elif sorted(set(truth)) == sorted(got):
         problem = "each station is there once and sorted; they are wanted as they came"
     elif missing := [name for name in truth if name not in got]:
-        problem = f"{missing[0]} is missing: the unit is one of its arguments, but not `self`"
+        problem = f"{missing[0]} is missing: compare the ids of ALL its arguments with `own`"
     elif got != truth:
         problem = f"{', '.join(got)}; in the step there were {', '.join(truth)}"
     judge.judge("record", problem, good=f"{len(truth)} stations of unit {OURS}")
@@ -212,7 +212,7 @@ def _judge_path(judge: Judge, truth: list[str]) -> None:
             elif want == "Storage.free":
                 why = ": here nothing reads the full values any more"
             elif name == "Storage.free":
-                why = ": they are still needed"
+                why = ": the unit is freed after that"
             elif name == "Unit.finish_unshard":
                 why = ": the wait is inside of what needs the values"
             judge.judge("path", f"station {number} is {want}, and not {name}{why}")
@@ -243,6 +243,10 @@ def _judge_forms(judge: Judge, step: _Step) -> None:
             elif got[moment] == wants["forward"]:
                 why = ": that is the full parameter in forward"
             raise WrongAnswer(said + why)
+    linear = torch.nn.Linear(2, 2)
+    plain = judge.call("forms")(linear, lambda: linear(torch.ones(2)).sum().backward())  # type: ignore[operator]
+    if plain["grad"][0] != "Tensor":
+        raise WrongAnswer(f'"grad" of a plain module is a {plain["grad"][0]}: look at weight.grad')
     left = len(module._forward_hooks) + len(module._forward_pre_hooks) - hooks
     judge.judge("forms", "the hook is still there after the step" if left else None, good="3 forms")
 

@@ -117,8 +117,8 @@ def tokens_to_hide(flops: float, bytes_per_second: float, num_ranks: int) -> flo
 
     A token costs 6 operations for each parameter. Each rank moves the moments of its slice.
     """
-    # GAP 5. Seconds of P parameters and T tokens: 6 * P * T / flops. Seconds of the copies:
-    # 16 * P / N / bytes_per_second. P is on both sides.
+    # GAP 5. Seconds of P parameters and T tokens: 6 * P * T / flops. Seconds of the copies: the
+    # bytes moved per element that you predicted, * P / N / bytes_per_second. P is on both sides.
     return 16 / num_ranks / bytes_per_second * flops / 6
     # END
 

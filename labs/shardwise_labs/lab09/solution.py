@@ -86,7 +86,7 @@ class Scaler:
         self.good_steps = 0  # in a row
 
     def unscale(self, grad: Tensor) -> Tensor | None:
-        """Return this rank's slice of the gradient without the scale; None if a step is skipped."""
+        """Return `grad`, this rank's fp32 slice, without the scale; None if a step is skipped."""
         # GAP 4. Inf or NaN on ONE rank must skip the step on ALL ranks: each sees its slice only.
         bad = (~grad.isfinite().all()).float()
         dist.all_reduce(bad)
