@@ -185,7 +185,7 @@ STEP = "        self.optimizer.step()\n"
 BACK = "        gather_slices(self.flat.values, self.shard.data)\n"
 ZERO = "        self.flat.grads.zero_()\n"
 LAB3 = Answers(
-    20,
+    18,
     "SW006",
     ("fewest ranks", 16),
     {"gathers": False, "parameters": True, "only": False},
@@ -560,8 +560,9 @@ LAB10 = Answers(
             (SMALL, SMALL.replace("2 * ", ""), "a healthy run is blamed"),
             (SMALL, SMALL.replace("2 *", "9 *"), "tiny buckets: None, SW010"),
             (LARGE, "bucket_bytes > 2 * usual_bytes and False", "SW011 expected"),
-            (LARGE, "bucket_bytes >= max(unit_bytes)", "usual buckets: SW011, None"),
-            (LARGE, "2 * bucket_bytes >= sum(unit_bytes)", "[60, 60, 60], 100, 100) is SW011"),
+            (LARGE, "bucket_bytes >= max(unit_bytes)", "[60, 60, 60, 60], 130, 100) is SW011"),
+            (f"bucket_bytes > usual_bytes and {LARGE}", LARGE, "[20, 20, 20], 100, 100) is SW011"),
+            (LARGE, f"2 * {LARGE}", "[60, 60, 60, 60], 130, 100) is SW011"),
             (f"if {SMALL}", "if bucket_bytes > usual_bytes", "tiny buckets: None"),
         ],
         (3, "wrapping"): [

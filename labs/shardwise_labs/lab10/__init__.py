@@ -59,7 +59,7 @@ LAB = Lab(
         2: (
             "Call num_reductions with both sizes of buckets.",
             "SW010 if the first is at least twice the second.",
-            "SW011 if bucket_bytes >= sum(unit_bytes). Else None.",
+            "SW011 if bucket_bytes > usual_bytes and bucket_bytes >= sum(unit_bytes). Else None.",
         ),
         3: (
             "Two conditions, and the first is about the number of units.",

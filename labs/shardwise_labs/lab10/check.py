@@ -33,7 +33,11 @@ WRAPPINGS = {
 ROWS, DEVICE_BYTES = 256, 1_800_000
 # Other numbers for the rules, with what is expected.
 NUMBERS: dict[str, list[tuple[tuple[Any, ...], str | None]]] = {
-    "bucket_finding": [(([60, 60, 60], 100, 100), None), (([60, 60, 60], 180, 100), "SW011")],
+    "bucket_finding": [
+        (([60, 60, 60, 60], 130, 100), None),
+        (([60, 60, 60], 180, 100), "SW011"),
+        (([20, 20, 20], 100, 100), None),
+    ],
     "wrapping_finding": [(([40, 30, 30],), None), (([60, 20, 20],), "SW004")],
 }
 

@@ -35,11 +35,11 @@ def bucket_finding(unit_bytes: list[int], bucket_bytes: int, usual_bytes: int) -
 
     `usual_bytes` is the bucket's size by default.
     """
-    # GAP 2. Too small: at least twice as many reductions as with the usual bucket. Too large: the
-    # whole model fits, so nothing is reduced before backward has ended.
+    # GAP 2. Too small: at least twice as many reductions as with the usual bucket. Too large: more
+    # than usual, and the whole model fits, so nothing is reduced before backward has ended.
     if num_reductions(unit_bytes, bucket_bytes) >= 2 * num_reductions(unit_bytes, usual_bytes):
         return "SW010"
-    if bucket_bytes >= sum(unit_bytes):
+    if bucket_bytes > usual_bytes and bucket_bytes >= sum(unit_bytes):
         return "SW011"
     return None
     # END
