@@ -84,7 +84,7 @@ def run(judge: Judge) -> None:
         judge.row(f"forward, {way}", f"  {line.order(15)}")
     if judge.rank == 0:
         draw(
-            {f"{way} overlap": line for way, line in zip(WAYS, lines, strict=True)},
+            {f"{way} prefetch and buckets": line for way, line in zip(WAYS, lines, strict=True)},
             judge.folder / "lab07_timeline.svg",
         )
 
