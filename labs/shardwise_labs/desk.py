@@ -268,7 +268,7 @@ def _claimed(lab: Lab, given: Mapping[str, object], facts: Mapping[str, str]) ->
         reasons.append(f"{text}: {claim.is_true}{why}")
         if given[text] != claim.is_true:
             return Verdict("claims", False, reasons[-1])
-    return Verdict("claims", True, ". ".join(reasons))
+    return Verdict("claims", True, "\n".join(reasons))
 
 
 def _names(text: str) -> list[str]:
@@ -297,10 +297,13 @@ def _filled(match: re.Match[str]) -> str:
 
 
 def _wrapped(label: str, text: str) -> str:
-    return (
-        textwrap.fill(text, WIDTH, initial_indent=label, subsequent_indent=" " * len(label))
-        or label
-    )
+    """Wrap each line of a text beside its label."""
+    indents = (label, *[" " * len(label)] * text.count("\n"))
+    lines = [
+        textwrap.fill(line, WIDTH, initial_indent=indent, subsequent_indent=" " * len(label))
+        for indent, line in zip(indents, text.split("\n"), strict=True)
+    ]
+    return "\n".join(lines) or label
 
 
 def _score(folder: Path) -> dict[str, dict[str, Any]]:

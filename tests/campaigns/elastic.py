@@ -4,11 +4,12 @@
     python tests/campaigns/elastic.py [--trials 10] [--seed S] [--networks]
 
 A node is an agent of torchrun with one rank. A trial changes their number once, one to three: a
-node joins, is killed with its rank, or gets SIGTERM and leaves. All trials are of one run. At the
-end each stretch of steps on as many ranks is taken again from its first step, by ranks that start
-clean; each loss and gradient norm must have the same bits. Five micro-batches do not divide over
-two or three ranks, and dropout draws. The last line is JSON with the changes, and how often the
-state came from memory and from disk.
+node joins, is killed with its rank, gets SIGTERM and leaves, or errs: one bit of its state flips.
+The check of each step finds that, and ``on_fault: leave`` ends that node and no other. All trials
+are of one run. At the end each stretch of steps on as many ranks is taken again from its first
+step, by ranks that start clean; each loss and gradient norm must have the same bits. Five
+micro-batches do not divide over two or three ranks, and dropout draws. The last line is JSON with
+the changes, and how often the state came from memory and from disk.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ MICRO_BATCHES = 5
 LONGEST_S = 120
 FLAGS = {"dropout": 0.1, "global_batch": 2 * MICRO_BATCHES, "stage": 3, "schedule": "constant"}
 KEPT = {"save_every": 100_000, "memory_every": 3, "resume": "auto", "steps": 1_000_000}
+CHECKED = {"replay_every": 1, "on_fault": "leave"}
+ERRING = Path(__file__).parent / "erring.py"
 HANG_S = 5  # a node that is cut off closes no connection
 SOON = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=60"
 
@@ -84,13 +87,13 @@ class Nodes:
         meeting = [f"--rdzv-endpoint={store}:{self._port}", f"--local-addr={local}"]
         meeting += ["--rdzv-backend=c10d", "--rdzv-id=elastic"]
         meeting += [f"--rdzv-conf=is_host={int(not self.running)},{SOON}"]
-        flags = {**self.flags, **KEPT, "output": self.output, "hang_timeout": HANG_S}
+        flags = {**self.flags, **KEPT, **CHECKED, "output": self.output, "hang_timeout": HANG_S}
         keys = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
         command = [sys.executable, "-m", "torch.distributed.run", *nodes, *meeting]
         with self.log.open("a") as file:
             node = psutil.Popen(
-                [*within, *command, "-m", "shardwise", "train", *keys],
-                env={**os.environ, OWN_STORE: "1"},
+                [*within, *command, str(ERRING), "train", *keys],
+                env={**os.environ, OWN_STORE: "1", "ERRS": str(self._error_of(number))},
                 stdout=file,
                 stderr=subprocess.STDOUT,
             )
@@ -108,6 +111,16 @@ class Nodes:
             self.running.append(node)
             self.kill(node)
             self._networks.cut(number, False)
+
+    def _error_of(self, number: int) -> Path:
+        """The file that makes a node err while it exists."""
+        return self.output.parent / f"err{number}"
+
+    def err(self, node: psutil.Process) -> None:
+        """Let a node err; the check of each step ends it, and no other node."""
+        self._error_of(self._numbers[node.pid]).touch()
+        node.wait(LONGEST_S)
+        self.running.remove(node)
 
     def kill(self, node: psutil.Process) -> None:
         """Kill an agent and its rank, as the loss of a node does."""
@@ -156,7 +169,7 @@ def change(nodes: Nodes, draw: random.Random) -> str:
     if how == "joined":
         nodes.join()
         return how
-    ways = {"killed": nodes.kill, "left": nodes.end}
+    ways = {"killed": nodes.kill, "left": nodes.end, "erred": nodes.err}
     if nodes.has_networks:
         ways["cut off"] = nodes.cut
     how = draw.choice(list(ways))
@@ -191,6 +204,9 @@ def run_changes(
             if node.is_running():
                 nodes.kill(node)
     said = nodes.log.read_text()
+    counted["faults named"] = said.count("this node leaves the run")
+    if counted["faults named"] != counted["erred"]:
+        return f"{counted['erred']} nodes erred: {said[-3000:]}"
     counted["loads from memory"] = said.count("(a copy in memory)")
     counted["loads from disk"] = said.count("going on from step") - counted["loads from memory"]
     if left := [pid for pid in nodes.pids if psutil.pid_exists(pid)]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.axes import DENSE, Axes
@@ -98,14 +99,18 @@ def measure_neighbours(nodes: Sequence[Sequence[int]], device: torch.device) -> 
     all pairs of a round work at once. A slow node has two slow links, a slow link has two ends.
     Every rank calls it together. The keys are two numbers of nodes, such as "0-1".
     """
-    found: Row = {}
+    found, rank = dict[str, object](), dist.get_rank()
     size = min(map(len, nodes))  # as many pairs on each link
-    for pairs in rounds_of(len(nodes)):
-        links = [(f"{a}-{b}", nodes[a][n], nodes[b][n]) for a, b in pairs for n in range(size)]
-        ranks = torch.tensor([list(both) for _, *both in links])
-        mesh = DeviceMesh(device.type, ranks, mesh_dim_names=("replicate", "shard"))
-        if (place := mesh.get_coordinate()) is not None:
-            found[links[place[0]][0]] = _measure(axes_of(mesh["shard"]), device)
+    for links in rounds_of(len(nodes)):
+        all_reduce_scalars([0.0])  # the round before is over on all ranks
+        pairs = {(nodes[a][n], nodes[b][n]): f"{a}-{b}" for a, b in links for n in range(size)}
+        pair = next((pair for pair in pairs if rank in pair), (rank,))
+        # torch names such a group by its ranks and the number of groups that this rank has, so
+        # that every rank makes one in each round.
+        group = dist.new_group(list(pair), use_local_synchronization=True)
+        if pair in pairs:
+            axes = axes_of(DeviceMesh.from_group(group, device.type))
+            found[pairs[pair]] = _measure(axes, device)
     return found
 
 
@@ -116,12 +121,9 @@ def rounds_of(num_nodes: int) -> list[list[tuple[int, int]]]:
     """
     if num_nodes < 3:
         return [[(0, 1)]] if num_nodes == 2 else []
-    ring = [(n, n + 1) for n in range(num_nodes - 1)]
-    rounds = [ring[::2], ring[1::2]]
-    closing = (num_nodes - 1, 0)
-    if num_nodes % 2:
-        return [*rounds, [closing]]
-    return [rounds[0], [*rounds[1], closing]]
+    ring = [(n, (n + 1) % num_nodes) for n in range(num_nodes)]
+    even = num_nodes - num_nodes % 2
+    return [links for links in (ring[:even:2], ring[1:even:2], ring[even:]) if links]
 
 
 def _measure(axes: DataAxes, device: torch.device) -> Row:
