@@ -192,6 +192,9 @@ def judged(lab: Lab, path: Path, outcomes: Sequence[Outcome]) -> Checked:
             known = by_target.get(verdict.target)
             if known is None or (known.met and not verdict.met):
                 by_target[verdict.target] = verdict
+    for outcome in outcomes:
+        if outcome.error and outcome.target in by_target and by_target[outcome.target].met:
+            del by_target[outcome.target]  # other ranks met it
     ordered = [by_target[target] for target in lab.targets if target in by_target]
     predict, *others = _static(lab, path, facts)
     return Checked(lab, (predict, *ordered, *others), failure(outcomes))
@@ -208,9 +211,10 @@ def failure(outcomes: Sequence[Outcome]) -> str:
         where = "" if len(raised) == first.num_ranks else f"rank {first.rank}: "
         about = f"{first.target}: " if first.target else ""
         return "\n".join([f"{about}{where}{first.error}", *waiting])
-    return "\n".join(
-        ["your code did not end, so the ranks were stopped", *waiting] if waiting else []
-    )
+    if not waiting:
+        return ""
+    about = next((f"{o.target}: " for o in failed if o.target), "")
+    return "\n".join([f"{about}your code did not end, so the ranks were stopped", *waiting])
 
 
 def _total(lab: Lab) -> int:
@@ -264,7 +268,7 @@ def _claimed(lab: Lab, given: Mapping[str, object], facts: Mapping[str, str]) ->
         reasons.append(f"{text}: {claim.is_true}{why}")
         if given[text] != claim.is_true:
             return Verdict("claims", False, reasons[-1])
-    return Verdict("claims", True, ". ".join(reasons))
+    return Verdict("claims", True, "\n".join(reasons))
 
 
 def _names(text: str) -> list[str]:
@@ -293,10 +297,13 @@ def _filled(match: re.Match[str]) -> str:
 
 
 def _wrapped(label: str, text: str) -> str:
-    return (
-        textwrap.fill(text, WIDTH, initial_indent=label, subsequent_indent=" " * len(label))
-        or label
-    )
+    """Wrap each line of a text beside its label."""
+    indents = (label, *[" " * len(label)] * text.count("\n"))
+    lines = [
+        textwrap.fill(line, WIDTH, initial_indent=indent, subsequent_indent=" " * len(label))
+        for indent, line in zip(indents, text.split("\n"), strict=True)
+    ]
+    return "\n".join(lines) or label
 
 
 def _score(folder: Path) -> dict[str, dict[str, Any]]:

@@ -1,6 +1,6 @@
 """The check's view of one rank: the reader's module, the oracle, and the verdicts so far."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -24,6 +24,7 @@ class Judge:
         self.rows: list[tuple[str, str]] = []
         self.facts: dict[str, str] = {}
         self.target = ""
+        self.keep: Callable[[], None] = lambda: None  # called at the ends of each target
 
     def call(self, name: str) -> object:
         """Return a function or class of the reader's file."""
@@ -33,11 +34,13 @@ class Judge:
     def judging(self, target: str) -> Iterator[None]:
         """Name the target that is being checked; a WrongAnswer inside is its verdict."""
         self.target = target
+        self.keep()
         try:
             yield
         except WrongAnswer as error:
             self.verdicts.append(Verdict(target, False, str(error)))
         self.target = ""
+        self.keep()
 
     def judge(self, target: str, *problems: str | None, good: str = "") -> None:
         """Add the verdict of a target: the first problem, if there is one."""

@@ -198,6 +198,9 @@ def _found(
     if path.exists():
         return _outcome(json.loads(path.read_text()))
     outcome = Outcome(rank, num_ranks, file)
+    kept = scratch / f"{Path(file).stem}.{rank}.kept"
+    if kept.exists():  # the rank did not end
+        outcome = _outcome(json.loads(kept.read_text()))
     stacks = scratch / f"{rank}.stacks"
     text = stacks.read_text() if stacks.exists() else ""
     folder = re.escape(str(Path(file).parent))
@@ -221,7 +224,7 @@ def _run_rank(job: Job, rank: int, num_ranks: int, folder: Path, scratch: Path) 
         if not labs()[job.lab].starts_ranks:
             store = dist.FileStore(str(scratch / "store"), num_ranks)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
-        outcomes = [_judge(job, Path(file), rank, num_ranks, folder) for file in job.files]
+        outcomes = [_judge(job, Path(file), rank, num_ranks, folder, scratch) for file in job.files]
         for outcome in outcomes:
             path = scratch / f"{Path(outcome.file).stem}.{rank}.json"
             path.write_text(json.dumps(asdict(outcome)))
@@ -230,13 +233,21 @@ def _run_rank(job: Job, rank: int, num_ranks: int, folder: Path, scratch: Path) 
     os._exit(code)  # without a farewell that others would wait for
 
 
-def _judge(job: Job, path: Path, rank: int, num_ranks: int, folder: Path) -> Outcome:
+def _judge(job: Job, path: Path, rank: int, num_ranks: int, folder: Path, scratch: Path) -> Outcome:
     from shardwise_labs.judge import Judge
     from shardwise_labs.reader import describe, forbidden_imports, load
     from shardwise_labs.words import WrongAnswer
 
     judge = Judge(rank, num_ranks, path, folder / "solutions")
-    outcome = Outcome(rank, num_ranks, str(path))
+    outcome = Outcome(rank, num_ranks, str(path), judge.verdicts)
+
+    def keep() -> None:
+        outcome.target = judge.target
+        new = scratch / f"{path.stem}.{rank}.kept.new"
+        new.write_text(json.dumps(asdict(outcome)))
+        new.rename(new.with_suffix(""))
+
+    judge.keep = keep
     module = importlib.import_module(f"shardwise_labs.lab{job.lab:02d}.check")
     try:
         if said := forbidden_imports(path, labs()[job.lab].uses_engine):
@@ -245,8 +256,7 @@ def _judge(job: Job, path: Path, rank: int, num_ranks: int, folder: Path) -> Out
         (module.check if job.is_check else module.run)(judge)
     except (Exception, SystemExit) as error:
         outcome.error = describe(error, path.parent)
-        outcome.target = judge.target
-    outcome.verdicts = judge.verdicts
+    outcome.target = judge.target
     outcome.rows, outcome.facts = judge.rows, judge.facts
     return outcome
 

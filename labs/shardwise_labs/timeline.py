@@ -150,22 +150,31 @@ class Timeline:
 
 
 def draw(timelines: dict[str, Timeline], path: Path) -> None:
-    """Write timelines below each other as SVG, with one scale of time."""
-    longest = max(t.events[-1].at - t.events[0].at for t in timelines.values())
-    scale, parts, top = 900 / longest, list[str](), 10
+    """Write timelines below each other as SVG: events in their order, equally far apart.
+
+    In time nearly all of a step is messages, and compute would not be visible.
+    """
+    moments = {
+        title: sorted(
+            {at for event in timeline.events for at in (event.at, event.until or event.at)}
+        )
+        for title, timeline in timelines.items()
+    }
+    apart, parts, top = 900 / max(map(len, moments.values())), list[str](), 10
     colours = {"c": "#4477aa", "g": "#ddaa33", "r": "#bb5566"}
     lanes = {"c": ("compute", 0), "g": ("gathers", 1), "r": ("reductions", 2)}
     for title, timeline in timelines.items():
-        start = timeline.events[0].at
+        place = {at: 90 + apart * index for index, at in enumerate(moments[title])}
         parts.append(f'<text x="4" y="{top + 14}" font-weight="bold">{title}</text>')
         for letter, (label, lane) in lanes.items():
             parts.append(f'<text x="4" y="{top + 36 + 24 * lane}">{label}</text>')
             for name, begin, end in _spans(timeline, letter):
-                x, width = 90 + (begin - start) * scale, max(1.0, (end - begin) * scale)
+                x, y, width = place[begin], top + 22 + 24 * lane, place[end] - place[begin]
                 parts.append(
-                    f'<rect x="{x:.1f}" y="{top + 22 + 24 * lane}" width="{width:.1f}" height="18" '
-                    f'fill="{colours[letter]}"><title>{name}: {1e6 * (end - begin):.0f} '
-                    f"microseconds</title></rect>"
+                    f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="18" stroke="white" '
+                    f'fill="{colours[letter]}" fill-opacity="0.7"><title>{name}: '
+                    f"{1e6 * (end - begin):.0f} microseconds</title></rect>"
+                    f'<text x="{x + 1:.1f}" y="{y + 12}" font-size="9">{name}</text>'
                 )
         top += 110
     path.write_text(

@@ -146,12 +146,12 @@ LAB8 = Answers(
             (
                 PLAIN8,
                 PLAIN8.replace("moments, step, lr)", "moments, 1, lr)"),
-                "after step 2 the values",
+                "after step 2 the slice",
             ),
             (
                 PLAIN8,
                 PLAIN8.replace("grad[begin:end]", "grad[: end - begin]"),
-                "after step 1 the values",
+                "after step 1 the slice",
             ),
         ],
         (3, "ahead"): [
@@ -173,10 +173,23 @@ LAB8 = Answers(
                 "        everything = [store.read(*cut) for cut in cuts]\n" + FIRST8,
                 "a block is read twice",
             ),
+            (
+                MORE8,
+                MORE8 + "                coming.result()\n",
+                "is waited for before this block's step",
+            ),
+            (
+                FIRST8 + LOOP_AHEAD8 + TAKE8 + MORE8,
+                "        futures = [pool.submit(store.read, *cut) for cut in cuts]\n"
+                + LOOP_AHEAD8
+                + "            moments = futures[number].result()\n",
+                "3 blocks in memory at once",
+            ),
         ],
         (4, "bits"): [
             (COUNT8, "", "your code raised"),
             (BACK8, "", "is as before"),
+            (STEP8, STEP8.replace("step_ahead", "step_by_blocks"), "called step_ahead 0 times"),
             (STEP8 + BACK8, BACK8 + STEP8, "is as before"),
             ("        self.flat.grads.zero_()\n", "", "are gradients set to zero"),
         ],
@@ -239,29 +252,25 @@ LAB9 = Answers(
         (2, "held"): [
             (MASTER, MASTER.replace(".clone()", ""), "a view of all fp32 values"),
             (ADAM9, "torch.optim.SGD([self.master], lr=lr)", "Adam has no moments"),
-        ],
-        (2, "gradient"): [
-            (MASTER, MASTER.replace(".chunk(num_ranks)[rank]", ""), "of size '[34764]'"),
-            (ADAM9, "torch.optim.Adam(parameters, lr=lr)", "the gradient that"),
-            (MASTER, MASTER.replace("clone()", "bfloat16()"), "gradient with dtype"),
+            (MASTER, MASTER.replace(".chunk(num_ranks)[rank]", ""), "34764 elements, 17382"),
+            (ADAM9, "torch.optim.Adam(parameters, lr=lr)", "other parameters than the master"),
+            (MASTER, MASTER.replace("clone()", "bfloat16()"), "is torch.bfloat16, and fp32 is"),
         ],
         (3, "gradient"): [
             (MEAN9, MEAN9[:-1] + " * 2\n", "is the sum, the mean was asked for"),
             (MEAN9, MEAN9.replace(".float()", ""), "dtype"),
             (MEAN9, MEAN9[:-1] + ".bfloat16().float()\n", "is rounded to bf16 after the sum"),
             ("        self.flat.grads.zero_()\n", "", "of the step before in it"),
+            ("        self.master.grad = None\n", "", "the master still has its grad"),
         ],
         (3, "bits"): [
-            (STEP9 + SEND9, SEND9 + STEP9, "the bf16 values on rank"),
+            (STEP9 + SEND9, SEND9 + STEP9, "the bf16 copy of all values on rank"),
             (SEND9, "", "is as before: gather the masters after"),
             (
                 SEND9,
                 SEND9 + "        self.master.data.copy_(self.master.data.bfloat16())\n",
                 "what rounding drops is not kept",
             ),
-        ],
-        (3, "held"): [
-            ("        self.master.grad = None\n", "", "the master still has its grad"),
         ],
         (3, "sent"): [
             (
@@ -275,6 +284,7 @@ LAB9 = Answers(
         (4, "skip"): [
             (TELL, "", "only that rank sees it: tell the others"),
             (SKIP, SKIP.replace("/", "*"), "is multiplied by the scale"),
+            (SKIP, "        self.update(bool(bad))\n" + SKIP, "unscale changes the scale"),
             (SKIP, SKIP.replace(" / self.scale", ""), "still has the scale in it"),
             (FLAG, "    bad = grad.isinf().any().float()\n", "nan in the gradient"),
             (FLAG, "    bad = grad.isnan().any().float()\n", "inf in the gradient"),
@@ -410,6 +420,7 @@ ROOM7 = "        self.values.untyped_storage().resize_(self.values.numel() * 4)\
 START7 = "        self.work = dist.all_gather(slices, self.shard.data, async_op=True)\n"
 WAIT7 = "            self.work.wait()\n"
 DONE7 = "            self.work, self.is_full = None, True\n"
+BEGIN7 = "        self.start_gather()\n        if self.work is not None:\n" + WAIT7 + DONE7
 NEXT7 = "        self.trainer.prefetch(self.index)\n"
 AHEAD7 = "        for distance in range(1, self.ahead + 1):\n"
 INDEX7 = "            following = index + self.direction * distance\n"
@@ -445,6 +456,7 @@ LAB7 = Answers(
             (NEXT7, "", "calls trainer.prefetch with nothing"),
             (WAIT7 + DONE7 + NEXT7, WAIT7 + DONE7 + "    " + NEXT7, "prefetch on every call"),
             (NEXT7, NEXT7.replace("index", "index + 1"), "with [1], [0] expected"),
+            (BEGIN7, "        super().gather()\n", "begins another message"),
         ],
         (3, "order"): [
             (INDEX7, INDEX7.replace("self.direction * ", ""), "unit 1 is full"),
@@ -472,8 +484,8 @@ LAB7 = Answers(
             ),
         ],
         (5, "finish"): [
-            (OLDEST7, OLDEST7.replace("(0)", "()"), "oldest first"),
-            ("            work.wait()\n", "", "waited for are []"),
+            (OLDEST7, OLDEST7.replace("(0)", "()"), "waited for: newest, second"),
+            ("            work.wait()\n", "", "waited for: none"),
             ("            mine /= dist.get_world_size()\n", "", "is the sum, the"),
             (GRAD7, "part", "is that of the last reduction alone"),
             (" > allowed:", " > 0:", "nothing overlaps"),

@@ -17,7 +17,9 @@ from shardwise.plan import account
 from shardwise.plan.timing.goodput import young_interval_s
 from shardwise_labs import desk
 from shardwise_labs.course import labs, steps_of
+from shardwise_labs.launcher import Ended, result
 from shardwise_labs.ranks import Job, Starter, write_solutions
+from shardwise_labs.words import WrongAnswer
 
 ROOT = Path(__file__).parents[2]
 ANSWERS = FIRST | MORE | ENGINE
@@ -82,7 +84,10 @@ def test_every_gap_has_five_wrong_answers_and_three_hints(number):
             "    return 1 / 0",
             r"^held: your code raised\n  line 56 of lab.py, in held_bytes: return",
         ),
-        ("    while True: pass", r"did not end.*\nrank 0 waits: line 56 of lab.py, in held_bytes"),
+        (
+            "    while True: pass",
+            r"^held: your code did not end.*\nrank 0 waits: line 56 of lab.py, in held",
+        ),
         ("    import shardwise", r"imports shardwise: a lab uses torch and earlier labs only"),
     ],
 )
@@ -95,6 +100,21 @@ def test_code_that_raises_or_hangs_is_shown_by_its_own_lines(
     checked = desk.check(1, path, hang_s=4.0)
     assert re.search(words, checked.problem), checked.problem
     assert "Traceback" not in checked.problem and "shardwise_labs" not in checked.problem
+    if "import" not in line:
+        met = {v.target for v in checked.verdicts if v.met}
+        assert met & labs()[1].targets.keys() == {"formula", "mixed", "stage"}
+
+
+def test_ranks_that_wait_for_each_other_are_told_with_their_lines():
+    lost = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer"
+    ended = [
+        Ended(error=f"your code raised\n  line {line} of lab.py, in save: dist.barrier()\n  {lost}")
+        for line in (45, 47)
+    ]
+    with pytest.raises(WrongAnswer, match=r"line 45 of lab.py, in save, rank 1 in line 47"):
+        result(ended)
+    with pytest.raises(WrongAnswer, match="rank 1: IndexError"):
+        result([ended[0], Ended(error="IndexError")])
 
 
 def test_a_crash_is_told_with_its_line(starter, monkeypatch, tmp_path):

@@ -27,7 +27,7 @@ LAB = Lab(
     },
     claims={
         "Prefetch sends as many bytes": Claim(
-            True, "{sent} bytes with it, {plain_sent} without: only their moments differ"
+            True, "{sent} bytes with it, {plain_sent} without, at other times"
         ),
         "Overlap costs no memory": Claim(
             False, "the peak is {peak} bytes with it, and {plain_peak} without"

@@ -84,7 +84,7 @@ def run(judge: Judge) -> None:
         judge.row(f"forward, {way}", f"  {line.order(15)}")
     if judge.rank == 0:
         draw(
-            {f"{way} overlap": line for way, line in zip(WAYS, lines, strict=True)},
+            {f"{way} prefetch and buckets": line for way, line in zip(WAYS, lines, strict=True)},
             judge.folder / "lab07_timeline.svg",
         )
 
@@ -154,9 +154,14 @@ def _judge_gather(judge: Judge) -> str | None:
     pair.trainer.prefetch = asked.append
     with pair.timeline.recording(pair.trainer):
         del unit.gather  # only messages are recorded here
-        for what in ("the first gather", "a gather after free"):
+        for what in ("the first gather", "a gather after free", "a gather after start_gather"):
             waits = len(pair.timeline.names("wait"))
+            if what.endswith("start_gather"):
+                unit.start_gather()
+            launches = len(pair.timeline.names("launch"))
             unit.gather()
+            if what.endswith("start_gather") and len(pair.timeline.names("launch")) > launches:
+                return f"{what} begins another message: wait for the one in flight"
             if len(pair.timeline.names("wait")) == waits:
                 return f"{what} returns before its message has come: wait for it"
             if not unit.is_full:
@@ -237,12 +242,14 @@ def _judge_finish(judge: Judge) -> str | None:
     push(6.0, [units[0]])
     push(10.0, [units[1], units[0]])
     push(2.0, [units[1]])
+    ages = {6.0: "oldest", 10.0: "second", 2.0: "newest"}
     trainer.finish_reductions(allowed=1)
     left = len(trainer.in_flight)
     if left != 1:
         return f"3 in flight, 1 allowed: {left} are left" + ("; nothing overlaps" * (left == 0))
     if waited != [6.0, 10.0]:
-        return f"the reductions that were waited for are {waited}, [6, 10] expected: oldest first"
+        said = ", ".join(ages[value] for value in waited) or "none"
+        return f"reductions that were waited for: {said}; the oldest, then the second expected"
     for unit, size, want in zip(units, sizes, (16.0, 10.0), strict=True):
         got = unit.shard.grad
         if got is None:
@@ -274,7 +281,7 @@ def _judge_step(judge: Judge) -> None:
     with judge.judging("bits"):
         want = torch.cat(_lab5(judge.rank, judge.solutions))
         got = torch.cat(overlap.values)
-        problem = difference("after two steps the shards", got, want)
+        problem = difference(f"after two steps rank {judge.rank}'s part of the model", got, want)
         judge.judge("bits", problem, good="shards of lab 5, to the bit")
     with judge.judging("sent"):
         needed = sum(3 * shard.nbytes for shard in overlap.values)

@@ -158,6 +158,8 @@ class _Watch:
     here: int = 0
     most: int = 0
     is_ahead: bool = True
+    is_beside: bool = True
+    handed: int = 0  # reads given to another thread
     changed: threading.Condition = field(default_factory=threading.Condition)
 
     def note(self, kind: str, begin: int) -> None:
@@ -170,10 +172,23 @@ class _Watch:
                 self.begun.add(begin)
             self.changed.notify_all()
 
-    def begin(self, begin: int) -> None:
-        """Note that a read was handed to another thread."""
+    def hand(self, function: Any, begin: int) -> None:
+        """Note that a call was handed to another thread; it begins when the thread gets to it."""
         with self.changed:
             self.begun.add(begin)
+            if getattr(function, "__name__", "") == "read":
+                self.handed += 1
+                self.most = max(self.most, self.handed - self.num("adam"))
+
+    def num(self, kind: str) -> int:
+        """Return the number of events of a kind."""
+        return sum(each == kind for each, _begin in self.events)
+
+    def wait_for_step(self, begin: int) -> None:
+        """Wait until the block at `begin` is stepped, or patience ends."""
+        with self.changed:
+            if not self.changed.wait_for(lambda: ("adam", begin) in self.events, PATIENCE_S):
+                self.is_beside = False
 
     def wait_for(self, begin: int) -> None:
         """Wait until the read of a block has begun, or patience ends."""
@@ -197,6 +212,8 @@ def _step_problem(judge: Judge, name: str) -> str | None:
     class Store(store_class):  # type: ignore[misc]
         def read(self, begin: int, end: int) -> Any:
             watch.note("read", begin)
+            if is_ahead and watch.is_beside and begin:
+                watch.wait_for_step(begin - size)
             return super().read(begin, end)
 
         def write(self, begin: int, moments: Any) -> None:
@@ -214,7 +231,7 @@ def _step_problem(judge: Judge, name: str) -> str | None:
 
     def submit(pool: ThreadPoolExecutor, function: Any, /, *args: Any, **named: Any) -> Any:
         if args and isinstance(args[0], int):
-            watch.begin(args[0])  # whenever the thread gets to it
+            watch.hand(function, args[0])
         return whole_submit(pool, function, *args, **named)
 
     with (
@@ -229,11 +246,11 @@ def _step_problem(judge: Judge, name: str) -> str | None:
             optimizer.step()
             watch.events.clear()
             watch.begun.clear()
-            watch.here = watch.most = 0
+            watch.here = watch.most = watch.handed = 0
             step_by(values, grad, store, step, lr, size)  # type: ignore[operator]
             if problem := _order_problem(watch, is_ahead):
                 return f"{name}: {problem}"
-            what = f"{name}: after step {step} the values"
+            what = f"{name}: after step {step} the slice"
             hint = "; were the moments of the step before written?" * (step == 2)
             if problem := difference(what, values, want):
                 return problem + hint
@@ -257,6 +274,8 @@ def _order_problem(watch: _Watch, is_ahead: bool) -> str | None:
             return f"the block at {begin} is written before its step: the old moments are kept"
     if is_ahead and not watch.is_ahead:
         return "a block is stepped, and the read of the next one has not begun"
+    if is_ahead and not watch.is_beside:
+        return "the next block's read is waited for before this block's step: nothing overlaps"
     allowed = 2 if is_ahead else 1
     if watch.most > allowed:
         return f"{watch.most} blocks in memory at once, {allowed} allowed"
@@ -275,7 +294,7 @@ def _judge_tokens(judge: Judge) -> None:
             "forward is 2 of them, backward 4": want * 3,
             "the ranks divide the bytes, so they divide the tokens": want * ranks**2,
         }
-        where = f"{flops:.0e} operations/s, {link / 1e9:g} GB/s, {ranks} ranks: tokens"
+        where = f"tokens at {flops:.0e} operations/s, {link / 1e9:g} GB/s and {ranks} ranks"
         if problem := count_difference(where, got, want, known):
             judge.judge("tokens", problem)
             return
@@ -283,7 +302,14 @@ def _judge_tokens(judge: Judge) -> None:
 
 
 def _judge_training(judge: Judge) -> None:
-    own = _train(judge)
+    calls, step_ahead = [], judge.call("step_ahead")
+
+    def counted(*args: Any, **named: Any) -> None:
+        calls.append(step_ahead)
+        step_ahead(*args, **named)  # type: ignore[operator]
+
+    with mock.patch.object(judge.theirs, "step_ahead", counted):
+        own = _train(judge)
     n, numel = judge.num_ranks, -(-numel_of(make_model()) // judge.num_ranks)
     problem = None
     for steps in (1, STEPS):
@@ -292,17 +318,20 @@ def _judge_training(judge: Judge) -> None:
         start = torch.cat([p.detach().flatten() for p in make_model().parameters()])
         cuts = (each.split(numel) for each in (got, want, start))
         for owner, (part, wanted, before) in enumerate(zip(*cuts, strict=True)):
-            what = f"after step {steps} rank {judge.rank} has rank {owner}'s slice, which"
+            what = f"after step {steps} rank {owner}'s slice on rank {judge.rank}"
             known = {"is as before: gather the slices after the step": before}
             found = difference(what, part, wanted, known)
             if found and steps > 1:
                 found += "; step 1 was right: are gradients set to zero, and steps counted?"
             problem = problem or found
+    if problem is None and len(calls) != STEPS:
+        problem = f"right, but `step` called step_ahead {len(calls)} times in {STEPS} steps"
     judge.judge("bits", problem, good=f"{STEPS} steps, the bits of lab 3")
     with judge.judging("held"):
         held = 8 * n * numel
         known = {
             "the moments are in memory, too": held + 8 * numel,
+            "the moments and a gradient are in memory, too": held + 12 * numel,
             "the gradient of the slice is kept": held + 4 * numel,
         }
         problem = count_difference(f"bytes held on rank {judge.rank}", own.held, held, known)

@@ -34,8 +34,8 @@ LAB = Lab(
         ),
         "The loss can go down while updates round away": Claim(
             True,
-            "without masters the loss went from {first_loss} to {last_loss}, and {lost} of the "
-            "updates rounded away",
+            "without masters the mean loss of all batches went from {first_loss} to {last_loss}, "
+            "and {lost} of the updates rounded away",
         ),
         "A rank whose gradient overflows may skip its step alone": Claim(
             False,

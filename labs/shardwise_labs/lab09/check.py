@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from functools import cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -97,15 +98,16 @@ class _Trained:
 
 @cache
 def _without_masters(rank: int, num_ranks: int) -> tuple[nn.Module, list[float], float]:
-    """Train in bf16 without masters; return the model, losses, and the share of lost updates."""
+    """Train in bf16 without masters; return the model, losses, and the share of lost updates.
+
+    Each step has another batch, so the losses are means over all batches, before and after.
+    """
     model = make_model().bfloat16()
     optimizer = torch.optim.Adam(model.parameters(), lr=LR, foreach=False)
-    losses, lost, total = [], 0, 0
+    losses, lost, total = [_mean_loss(model, num_ranks)], 0, 0
     for step in range(STEPS):
         optimizer.zero_grad()
-        loss = _loss(model, rank, step)
-        loss.backward()
-        losses.append(loss.item())
+        _loss(model, rank, step).backward()
         for p in model.parameters():
             if p.grad is not None:
                 mean = p.grad.float()
@@ -118,7 +120,13 @@ def _without_masters(rank: int, num_ranks: int) -> tuple[nn.Module, list[float],
                 asked = p.grad != 0
                 lost += int((asked & (p == old)).sum())
                 total += int(asked.sum())
-    return model, losses, lost / total
+    return model, [*losses, _mean_loss(model, num_ranks)], lost / total
+
+
+def _mean_loss(model: nn.Module, num_ranks: int) -> float:
+    with torch.no_grad():
+        each = [_loss(model, rank, step) for rank in range(num_ranks) for step in range(STEPS)]
+    return torch.stack(each).float().mean().item()
 
 
 def _gains(model: nn.Module) -> tuple[int, int]:
@@ -193,9 +201,12 @@ def _judge_ulp(judge: Judge) -> None:
 
 def _judge_training(judge: Judge) -> None:
     n, rank = judge.num_ranks, judge.rank
+    numel = -(-numel_of(make_model()) // n) * n
+    with judge.judging("held"):
+        _judge_master(judge, numel // n)
+    if not judge.has_met_all():
+        return
     trained = _Trained(judge, 2, is_measured=True)
-    numel = -(-numel_of(trained.model) // n) * n
-    tensor_of(f"`master` on rank {rank}", trained.trainer.master, (numel // n,))  # type: ignore[attr-defined]
     gradient, bits = _problems(judge, trained)
     judge.judge("gradient", gradient, good="means over ranks in fp32")
     judge.judge("bits", bits, good="masters and values as in one process, to the bit")
@@ -203,7 +214,6 @@ def _judge_training(judge: Judge) -> None:
         held = (4 + 12 // n) * numel
         known = {
             "masters and moments are those of all parameters": 16 * numel,
-            "the master still has its gradient: set it to None": held + 4 * numel // n,
             "Adam has no moments": 4 * numel + 4 * numel // n,
         }
         problem = count_difference(f"bytes held on rank {rank}", trained.held, held, known)
@@ -217,6 +227,17 @@ def _judge_training(judge: Judge) -> None:
         problem = count_difference("bytes sent in a step", trained.sent, needed, known)
         good = f"{needed:,} bytes: gradients in fp32, values in bf16"
         judge.judge("sent", problem, good=good)
+
+
+def _judge_master(judge: Judge, numel: int) -> None:
+    """Look at the master before the first step uses it."""
+    trainer: Any = _Trained(judge, 0, is_measured=False).trainer
+    what = f"`master` on rank {judge.rank}"
+    tensor_of(what, trainer.master, (numel,))
+    if trainer.master.dtype != torch.float32:
+        raise WrongAnswer(f"{what} is {trainer.master.dtype}, and fp32 is asked for")
+    if list(map(id, trainer.optimizer.param_groups[0]["params"])) != [id(trainer.master)]:
+        raise WrongAnswer("`self.optimizer` has other parameters than the master")
 
 
 def _judge_moves(judge: Judge) -> None:
@@ -247,6 +268,8 @@ def _problems(judge: Judge, trained: _Trained) -> tuple[str | None, str | None]:
         "is rounded to bf16; take it from the fp32 values": mine.bfloat16().float(),
         **{f"is rank {r}'s slice": own_slices(first, False, r, n)[""] for r in range(n)},
     }
+    if trained.trainer.master.grad is not None:  # type: ignore[attr-defined]
+        return "after `step` the master still has its gradient: set it to None", None
     what = f"before training `master` on rank {rank}"
     if problem := difference(what, trained.first.float(), mine, known):
         return None, problem
@@ -265,7 +288,7 @@ def _problems(judge: Judge, trained: _Trained) -> tuple[str | None, str | None]:
         all_of_it = torch.cat([v.flatten() for v in values.values()]).bfloat16()
         stale = "is as before: gather the masters after the optimizer's step"
         before = torch.cat([p.flatten() for p in first.values()]).bfloat16()
-        what = f"after step {step + 1} the bf16 values on rank {rank}, which"
+        what = f"after step {step + 1} the bf16 copy of all values on rank {rank}"
         same = got.bfloat16().repeat(n)[: len(half)]
         if torch.allclose(half, same, atol=0.02):
             problem = f"{what} is one slice in every place: has each rank its own slice as master?"
@@ -304,7 +327,7 @@ def _stepped_alone(judge: Judge, trainer: object) -> dict[str, str]:
 
 
 def _judge_unscale(judge: Judge) -> None:
-    rank, size = judge.rank, 1000
+    rank, size, scales = judge.rank, 1000, set[float]()
     for bad, value in ((None, 0.0), (1, torch.inf), (0, torch.nan), (None, 0.0)):
         scaler = judge.call("Scaler")(1024.0, 3)  # type: ignore[operator]
         grad = torch.arange(1.0, size + 1) * (rank + 1)
@@ -315,9 +338,10 @@ def _judge_unscale(judge: Judge) -> None:
             got = scaler.unscale(given)
         where = f"{value} in the gradient of rank {bad}" if bad is not None else "finite gradients"
         # Every rank runs the rest: another one would wait for it.
+        scales.add(scaler.scale)
         if bad is not None and got is not None:
-            others = " only that rank sees it: tell the others" if bad != rank else ""
-            judge.judge("skip", f"{where}: rank {rank} does not skip the step.{others}")
+            others = "; only that rank sees it: tell the others" if bad != rank else ""
+            judge.judge("skip", f"{where}: rank {rank} does not skip the step{others}")
             return
         if bad is None:
             if got is None:
@@ -335,7 +359,8 @@ def _judge_unscale(judge: Judge) -> None:
         if traffic.sent > 8:
             judge.judge("skip", sent_difference(traffic, 4, "one flag"))
             return
-    judge.judge("skip", good="one rank's overflow skips the step on all; 4 bytes are sent")
+    problem = "unscale changes the scale: that is `update`'s part" if scales != {1024} else None
+    judge.judge("skip", problem, good="one rank's overflow skips the step on all; 4 bytes are sent")
 
 
 def _judge_update(judge: Judge) -> None:
@@ -347,7 +372,8 @@ def _judge_update(judge: Judge) -> None:
         got = number_of("the scale", scaler.scale)
         if got != want:
             before = ["skipped" if each else "good" for each in events[: index + 1]]
-            why = f"; growth after 3 good steps in a row, {scaler.good_steps} are counted now"
-            judge.judge("scale", f"8 after {', '.join(before)}: {got:g}, {want:g} expected{why}")
+            said = f"after {', '.join(before)} the scale is {got:g}, {want:g} expected"
+            why = f"it begins at 8, grows after 3 good steps, and {scaler.good_steps} are counted"
+            judge.judge("scale", f"{said}: {why}")
             return
     judge.judge("scale", good="halved after a skipped step, doubled after three good ones")
