@@ -189,6 +189,7 @@ LAB8 = Answers(
         (4, "bits"): [
             (COUNT8, "", "your code raised"),
             (BACK8, "", "is as before"),
+            (STEP8, STEP8.replace("step_ahead", "step_by_blocks"), "called step_ahead 0 times"),
             (STEP8 + BACK8, BACK8 + STEP8, "is as before"),
             ("        self.flat.grads.zero_()\n", "", "are gradients set to zero"),
         ],
@@ -283,6 +284,7 @@ LAB9 = Answers(
         (4, "skip"): [
             (TELL, "", "only that rank sees it: tell the others"),
             (SKIP, SKIP.replace("/", "*"), "is multiplied by the scale"),
+            (SKIP, "        self.update(bool(bad))\n" + SKIP, "unscale changes the scale"),
             (SKIP, SKIP.replace(" / self.scale", ""), "still has the scale in it"),
             (FLAG, "    bad = grad.isinf().any().float()\n", "nan in the gradient"),
             (FLAG, "    bad = grad.isnan().any().float()\n", "inf in the gradient"),

@@ -302,7 +302,14 @@ def _judge_tokens(judge: Judge) -> None:
 
 
 def _judge_training(judge: Judge) -> None:
-    own = _train(judge)
+    calls, step_ahead = [], judge.call("step_ahead")
+
+    def counted(*args: Any, **named: Any) -> None:
+        calls.append(step_ahead)
+        step_ahead(*args, **named)  # type: ignore[operator]
+
+    with mock.patch.object(judge.theirs, "step_ahead", counted):
+        own = _train(judge)
     n, numel = judge.num_ranks, -(-numel_of(make_model()) // judge.num_ranks)
     problem = None
     for steps in (1, STEPS):
@@ -317,6 +324,8 @@ def _judge_training(judge: Judge) -> None:
             if found and steps > 1:
                 found += "; step 1 was right: are gradients set to zero, and steps counted?"
             problem = problem or found
+    if problem is None and len(calls) != STEPS:
+        problem = f"right, but `step` called step_ahead {len(calls)} times in {STEPS} steps"
     judge.judge("bits", problem, good=f"{STEPS} steps, the bits of lab 3")
     with judge.judging("held"):
         held = 8 * n * numel

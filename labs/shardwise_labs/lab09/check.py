@@ -327,7 +327,7 @@ def _stepped_alone(judge: Judge, trainer: object) -> dict[str, str]:
 
 
 def _judge_unscale(judge: Judge) -> None:
-    rank, size = judge.rank, 1000
+    rank, size, scales = judge.rank, 1000, set[float]()
     for bad, value in ((None, 0.0), (1, torch.inf), (0, torch.nan), (None, 0.0)):
         scaler = judge.call("Scaler")(1024.0, 3)  # type: ignore[operator]
         grad = torch.arange(1.0, size + 1) * (rank + 1)
@@ -338,6 +338,7 @@ def _judge_unscale(judge: Judge) -> None:
             got = scaler.unscale(given)
         where = f"{value} in the gradient of rank {bad}" if bad is not None else "finite gradients"
         # Every rank runs the rest: another one would wait for it.
+        scales.add(scaler.scale)
         if bad is not None and got is not None:
             others = "; only that rank sees it: tell the others" if bad != rank else ""
             judge.judge("skip", f"{where}: rank {rank} does not skip the step{others}")
@@ -358,7 +359,8 @@ def _judge_unscale(judge: Judge) -> None:
         if traffic.sent > 8:
             judge.judge("skip", sent_difference(traffic, 4, "one flag"))
             return
-    judge.judge("skip", good="one rank's overflow skips the step on all; 4 bytes are sent")
+    problem = "unscale changes the scale: that is `update`'s part" if scales != {1024} else None
+    judge.judge("skip", problem, good="one rank's overflow skips the step on all; 4 bytes are sent")
 
 
 def _judge_update(judge: Judge) -> None:
