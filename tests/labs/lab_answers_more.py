@@ -434,7 +434,7 @@ LAB7 = Answers(
     15,
     "SW011",
     ("ahead", 1),
-    {"as many bytes": True, "no memory": False, "waited for": False},
+    {"no fewer bytes": True, "no memory": False, "waited for": False},
     {
         (1, "start"): [
             (GUARD7, "        if self.is_full:\n            return\n", "a second gather"),

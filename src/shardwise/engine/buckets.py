@@ -1,5 +1,6 @@
 """Gradients in buckets: when a reduction starts, and how many are in flight; imports no torch."""
 
+from collections import Counter
 from collections.abc import Callable, Hashable
 from typing import Generic, Protocol, TypeVar
 
@@ -48,6 +49,7 @@ class ReduceQueue(Generic[U, R]):
         self._waits_at_close = waits_at_close
         self._mesh_of = mesh_of
         self._buckets: dict[Hashable, list[U]] = {}
+        self._num_bytes = Counter[Hashable]()  # in each bucket
         self._in_flight: list[R] = []
         self._waited_for: list[R] = []
 
@@ -70,10 +72,12 @@ class ReduceQueue(Generic[U, R]):
         if unit in bucket:
             return
         bucket.append(unit)
-        if sum(u.full_bytes for u in bucket) >= self._bucket_bytes:
+        self._num_bytes[mesh] += unit.full_bytes
+        if self._num_bytes[mesh] >= self._bucket_bytes:
             self._start_bucket(mesh)
 
     def _start_bucket(self, mesh: Hashable) -> None:
+        del self._num_bytes[mesh]
         reduction = self._make(self._buckets.pop(mesh))
         reduction.start()
         self._in_flight.append(reduction)
@@ -102,3 +106,4 @@ class ReduceQueue(Generic[U, R]):
     def forget_buckets(self) -> None:
         """Forget units whose reduction has not started, after a pass that raised."""
         self._buckets = {}
+        self._num_bytes.clear()

@@ -62,7 +62,7 @@ class Reduction:
     def drop(self) -> None:
         """Wait and discard the result, after a pass that raised."""
         if self._running is not None:
-            self._running.drop()
+            self._running.finish()  # its memory must outlive the collectives in flight
             self._end()
         for param in self._first:
             param.sharded.grad = None

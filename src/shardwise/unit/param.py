@@ -58,7 +58,7 @@ class Form(Protocol):
     def full(self, view: torch.Tensor) -> torch.Tensor:
         """Return the layers' tensor over the full parameter's memory."""
 
-    def full_grad(self, grad: Any) -> torch.Tensor:
+    def full_grad(self, grad: torch.Tensor) -> torch.Tensor:
         """Return the memory of a full gradient."""
 
     def grad_of(self, param: "ShardedParam") -> torch.Tensor | None:
@@ -103,10 +103,9 @@ class AsShardTensor:
         """Return a DTensor if the parameter was one."""
         return view if self.cut.outer is None else as_dtensor(view, self.cut.outer)
 
-    def full_grad(self, grad: Any) -> torch.Tensor:
+    def full_grad(self, grad: torch.Tensor) -> torch.Tensor:
         """Return the local tensor of a DTensor's gradient, placed as the parameter is."""
-        found: torch.Tensor = grad
-        return found if self.cut.outer is None else _local_grad(grad, self.cut.outer)
+        return grad if self.cut.outer is None else _local_grad(grad, self.cut.outer)
 
     def grad_of(self, param: "ShardedParam") -> torch.Tensor | None:
         """Return the parameter's mean."""
@@ -164,11 +163,10 @@ class AsDTensor:
         """Return a DTensor if the parameter was one."""
         return view if self.full_spec is None else as_dtensor(view, self.full_spec)
 
-    def full_grad(self, grad: Any) -> torch.Tensor:
+    def full_grad(self, grad: torch.Tensor) -> torch.Tensor:
         """Return the local tensor of a DTensor's gradient, placed as the parameter is."""
-        found: torch.Tensor = grad
         if self.full_spec is None:
-            return found
+            return grad
         return _local_grad(grad, self.full_spec, self.summed_dims)
 
     def grad_of(self, param: "ShardedParam") -> torch.Tensor | None:

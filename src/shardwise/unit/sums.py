@@ -339,10 +339,6 @@ class RunningSum:
             found.update(self._means(part))
         return found
 
-    def drop(self) -> None:
-        """Wait: the memory must outlive the collectives in flight."""
-        self.finish()
-
     def _sum_over_replicas(self, part: _Part) -> None:
         axis = self._comm.axes.replicate
         assert axis is not None
@@ -444,8 +440,7 @@ def _coding_of(unit: "Unit", shape: tuple[int, ...]) -> Coding | None:
 
     See Note [Blocks of codes].
     """
-    coding: Coding | None = unit.precision.reduce_coding
-    return coding if is_coded(shape) else None
+    return unit.precision.reduce_coding if is_coded(shape) else None
 
 
 def _codings_between(part: _Part, number: int) -> list[tuple[int, int, Coding]]:

@@ -91,8 +91,10 @@ class Gradients:
 
     def forget_if_none(self) -> None:
         """Return to EMPTY if no parameter has a gradient."""
-        if not any(param.gradient.is_kept for param in reversed(self.params)):
-            self.enter(GradState.EMPTY)
+        for param in reversed(self.params):
+            if param.gradient.is_kept:
+                return
+        self.enter(GradState.EMPTY)
 
     def keep_partials(self) -> None:
         """Add the micro-batch's gradients to this rank's sums of the window."""
