@@ -400,7 +400,7 @@ LAB6 = Answers(
             (SENT6, SENT6.replace(" - own[-1]", ""), "the last unit stays full"),
             (SENT6, SENT6.replace("2 * sum(own) - own[-1]", "sum(own)"), "again for"),
             (SENT6, SENT6.replace("own[-1]", "own[0]"), "the FIRST unit is counted once"),
-            (SENT6, SENT6.replace(" + 4 * num_tensors", ""), "who had a gradient"),
+            (SENT6, SENT6.replace(" + 4 * num_tensors", ""), "ranks with a gradient are counted"),
             (
                 SENT6,
                 SENT6.replace("4 * num_tensors", "num_tensors"),
