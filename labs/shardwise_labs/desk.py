@@ -236,7 +236,7 @@ def _static(lab: Lab, path: Path, facts: Mapping[str, str]) -> list[Verdict]:
         problem = f"that is the line with the defect; {broken['finding']} is another finding"
     verdicts.append(Verdict("break", not problem, problem or lab.defect.why))
     (choice,) = list(answers.get("DECIDE", {}).values()) or [None]
-    is_right = choice == lab.decision.answer
+    is_right = str(choice) == str(lab.decision.answer)
     said = (
         "DECIDE is not filled in yet" if choice is None else f"not {choice!r}: {lab.decision.ask}"
     )

@@ -185,6 +185,7 @@ LAB12 = Answers(
             (COPY12, "", NOT_AS_BEFORE),
             (BACK12, "", NOT_AS_BEFORE),
             (SET12, "        pass\n", NOT_AS_BEFORE),
+            (SET12, SET12.replace("[rank]", "[0]"), "rank 1, step 5: the loss is"),
             (COUNT12, '        "step": torch.tensor(0.0),\n', "step 6: the loss is"),
             (
                 '"exp_avg": mine["first"]',

@@ -400,7 +400,7 @@ LAB6 = Answers(
             (SENT6, SENT6.replace(" - own[-1]", ""), "the last unit stays full"),
             (SENT6, SENT6.replace("2 * sum(own) - own[-1]", "sum(own)"), "again for"),
             (SENT6, SENT6.replace("own[-1]", "own[0]"), "the FIRST unit is counted once"),
-            (SENT6, SENT6.replace(" + 4 * num_tensors", ""), "who had a gradient"),
+            (SENT6, SENT6.replace(" + 4 * num_tensors", ""), "ranks with a gradient are counted"),
             (
                 SENT6,
                 SENT6.replace("4 * num_tensors", "num_tensors"),
@@ -434,7 +434,7 @@ LAB7 = Answers(
     15,
     "SW011",
     ("ahead", 1),
-    {"as many bytes": True, "no memory": False, "waited for": False},
+    {"no fewer bytes": True, "no memory": False, "waited for": False},
     {
         (1, "start"): [
             (GUARD7, "        if self.is_full:\n            return\n", "a second gather"),

@@ -16,7 +16,7 @@ LAB = Lab(
         "seconds for 7B on 8 ranks": Number(1.96, "2 x 7/8 of 28 GB, at 25 GB/s"),
     },
     claims={
-        "An all-reduce of P bytes sends P bytes per rank": Claim(
+        "An all-reduce of P bytes on 3 ranks sends P bytes per rank": Claim(
             False, "it is two passes of (N - 1) / N each: {sent} bytes sent for {whole}"
         ),
         "A ring adds in rank order, so it has the bits of one process": Claim(

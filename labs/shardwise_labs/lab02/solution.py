@@ -99,7 +99,7 @@ DECIDE = {
 
 # True or False?
 CLAIMS = {
-    "An all-reduce of P bytes sends P bytes per rank": None,
+    "An all-reduce of P bytes on 3 ranks sends P bytes per rank": None,
     "A ring adds in rank order, so it has the bits of one process": None,
     "On twice as many ranks each rank sends less than twice as many bytes": None,
 }

@@ -36,7 +36,7 @@ LAB = Lab(
         "none",
         "each copy remembers the version of the slices that it was gathered from; the next forward "
         "compares, and gathers",
-        "who reads the new values next, and what happens before that?",
+        "which step reads the full values next, and what does it compare before?",
     ),
     hints={
         1: (

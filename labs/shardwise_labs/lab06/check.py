@@ -271,7 +271,7 @@ def _judge_sent(judge: Judge, step: _Step) -> None:
     problem = count_difference("bytes in gathers", got[0], sent["gather"], known)
     known = {
         "a reduction sends what belongs to the other rank": sum(own) + 4 * tensors,
-        "who had a gradient is counted in the same message": sum(others),
+        "ranks with a gradient are counted in the same message": sum(others),
         "gradients are reduced once": 2 * sum(others) + 4 * tensors,
     }
     problem = problem or count_difference("bytes in reductions", got[1], sent["reduce"], known)

@@ -26,7 +26,7 @@ LAB = Lab(
         "reductions of six units": Number(3, "two units in each"),
     },
     claims={
-        "Prefetch sends as many bytes": Claim(
+        "Prefetch sends no fewer bytes": Claim(
             True, "{sent} bytes with it, {plain_sent} without, at other times"
         ),
         "Overlap costs no memory": Claim(

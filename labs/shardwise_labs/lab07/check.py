@@ -133,7 +133,7 @@ def _judge_start(judge: Judge) -> str | None:
         if names("wait"):
             return "the gather has ended when start_gather returns: async_op=True does not wait"
         if unit.work is None:
-            return "`work` is None after start_gather: who can wait for the gather?"
+            return "`work` is None after start_gather: nothing can wait for the gather"
         if unit.is_full:
             return "the unit calls itself full, and its gather is in flight"
         unit.start_gather()

@@ -149,7 +149,7 @@ DECIDE = {
 
 # True or False?
 CLAIMS = {
-    "Prefetch sends as many bytes": None,
+    "Prefetch sends no fewer bytes": None,
     "Overlap costs no memory": None,
     "With prefetch no gather is waited for": None,
 }

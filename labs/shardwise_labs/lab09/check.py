@@ -337,8 +337,8 @@ def _judge_unscale(judge: Judge) -> None:
         with Traffic(judge.folder) as traffic:
             got = scaler.unscale(given)
         where = f"{value} in the gradient of rank {bad}" if bad is not None else "finite gradients"
-        # Every rank runs the rest: another one would wait for it.
         scales.add(scaler.scale)
+        # Every rank runs the rest: another one would wait for it.
         if bad is not None and got is not None:
             others = "; only that rank sees it: tell the others" if bad != rank else ""
             judge.judge("skip", f"{where}: rank {rank} does not skip the step{others}")

@@ -297,11 +297,13 @@ def _is_whole(path: Path) -> bool:
 
 def _judge_losses(judge: Judge, folder: Path) -> None:
     found, oracle = result(_train(judge, folder)), _oracle(judge.solutions)
-    for rank, losses in enumerate(found):
+    for losses in found:
         steps = sorted(map(int, losses))
         if not steps or steps[0] != 5:
             raise WrongAnswer(f"training goes on with step {steps[:1]}, 5 expected")
-        for step in steps:
+    # The first step that differs on any rank has the cause.
+    for step in steps:
+        for rank, losses in enumerate(found):
             got, want = (float.fromhex(each[str(step)]) for each in (losses, oracle.losses[rank]))
             if got != want:
                 first = "the values" if step == steps[0] else "the moments, or their count"
