@@ -30,7 +30,7 @@ Reading order, which is also the import order (a file imports only from what sta
     unit/                     one unit: storage, materialize, unit, reduce
     engine/                   order, prefetch, runtime, hooks, shard()
     codes/                    gathers and reductions of fewer bytes
-    surface/                  class, methods and copies of sharded modules
+    surface/                  class, methods and copies of sharded modules; `gathered`
     offload/                  state on the host and in files; device buffers for its steps
     step/                     optimizer steps: in the background, on the device
     optim/                    optimizers: AdamW with small moments
@@ -73,13 +73,13 @@ if TYPE_CHECKING:
     from shardwise.checkpoint.save_load import save as save
     from shardwise.config import Precision as Precision
     from shardwise.engine.api import shard as shard
-    from shardwise.engine.gathered import gathered as gathered
     from shardwise.homes import Offload as Offload
     from shardwise.interop.fsdp2.api import fully_shard as fully_shard
     from shardwise.monitor.describe import describe as describe
     from shardwise.monitor.observer import observe as observe
     from shardwise.parallel.accumulate import accumulate as accumulate
     from shardwise.step.overlap import overlap as overlap
+    from shardwise.surface.gathered import gathered as gathered
     from shardwise.tensor.shard_tensor import ShardTensor as ShardTensor
 
 _HOMES = {
@@ -91,7 +91,7 @@ _HOMES = {
     "accumulate": "shardwise.parallel.accumulate",
     "describe": "shardwise.monitor.describe",
     "fully_shard": "shardwise.interop.fsdp2.api",
-    "gathered": "shardwise.engine.gathered",
+    "gathered": "shardwise.surface.gathered",
     "load": "shardwise.checkpoint.save_load",
     "observe": "shardwise.monitor.observer",
     "overlap": "shardwise.step.overlap",

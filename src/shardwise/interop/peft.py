@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint.all_ranks import on_all_ranks
 from shardwise.engine.api import engine_of
-from shardwise.engine.gathered import gathered
 from shardwise.errors import ConfigError
 from shardwise.names import list_names
+from shardwise.surface.gathered import gathered
 from shardwise.tensor.plain_state import owner_of
 from shardwise.versions import load_neighbour
 
