@@ -15,9 +15,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise
-from ranks import begin_all
+from ranks import begin_all, run_ranks
 from shardwise import Axes, shard
 from shardwise.comm.collective_key import CollectiveKey
+from shardwise.comm.listener import WAITS, Listener
 from shardwise.errors import CollectiveError
 from shardwise.hangs.abort import WATCH
 
@@ -294,3 +295,35 @@ def ended(tmp_path_factory):
     """Start all groups; return a function that gives the results of one."""
     folder = tmp_path_factory.mktemp
     return begin_all({name: (*call, str(folder("ranks"))) for name, call in WAITING.items()})
+
+
+def hear(rank, world_size):
+    """Return the waits of a start, a step and clipping, as a listener hears them."""
+    heard, before = [], WAITS.listener
+
+    class Hears(Listener):
+        def enter(self, key, number):
+            heard.append(key.text)
+
+    WAITS.attach(Hears)
+    try:
+        model = shard(nn.Linear(4, 2))
+        model(torch.ones(2, 4)).sum().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    finally:
+        WAITS.attach(lambda: before)
+    return heard
+
+
+def test_each_wait_of_a_start_and_a_step_has_a_name():
+    assert run_ranks(hear, 2) == 2 * [
+        [
+            "the opening of a group",
+            "an exchange between all ranks (shard())",
+            "broadcast of 'weight' over axis 'shard'",
+            "broadcast of 'bias' over axis 'shard'",
+            "all_gather of unit '(root)' over axis 'shard'",
+            "reduce_scatter of unit '(root)' over axis 'shard'",
+            "gather of a norm (() torch.float64) over axis 'shard'",
+        ]
+    ]
