@@ -1,7 +1,8 @@
 """Hold the planner's formula of failures against a run whose ranks are killed at random moments.
 
     python benchmarks/recovery.py [--steps 4000] [--mtbf-s 30] [--ranks 2] [--seed 0] [--json FILE]
-    python benchmarks/recovery.py --steps 300 --no-faults 7       # what being ready costs
+    python benchmarks/recovery.py --steps 300 --no-faults 7       # what being ready costs, and
+    python benchmarks/recovery.py --steps 40 --no-faults 5 --seq 1024     # with longer steps
 
 `shardwise train` starts its ranks again and goes on from copies in memory. One run is left alone:
 it gives the seconds of a step and of a copy. In the other a rank is killed, with exponentially
@@ -118,10 +119,12 @@ def main() -> None:
     parser.add_argument("--memory-every", type=int, default=10)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seq", type=int, default=SHAPE["seq"], help="tokens of a sequence")
     parser.add_argument("--no-faults", type=int, default=0, metavar="ROUNDS")
     parser.add_argument("--json")
     asked = parser.parse_args()
     keys = {**SHAPE, "steps": asked.steps, "ranks": asked.ranks, "seed": asked.seed}
+    keys["seq"] = asked.seq
     keys["memory_every"] = asked.memory_every
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
