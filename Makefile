@@ -4,7 +4,7 @@
 #   make venv    only make and fill .venv              make bench-ckpt   time saving and loading
 #   make soak    long campaigns, full matrices         make fuzz    hostile checkpoints, by the million
 #   make clean   remove .venv and caches           make test-kernels   tests under other CPU kernels
-#   make test-ray    the example for Ray, on a local Ray
+#   make test-ray    the example for Ray, on a local Ray      make test-restarts    runs that are killed and go on
 #   make pages   write docs/files.md, errors.md and findings.md from the source
 #   make bench-offload   time steps with state in host memory and in files
 #   make docs    build the site into build/site        make test-site   open it in Chromium
@@ -19,7 +19,7 @@ RUN_STAMP := $(VENV)/.installed-run
 DEV_STAMP := $(VENV)/.installed-dev
 DOCS_STAMP := $(VENV)/.installed-docs
 
-.PHONY: help venv demo test test-kernels test-ray check format pages docs test-site bench bench-ckpt bench-offload soak fuzz clean
+.PHONY: help venv demo test test-kernels test-ray test-restarts check format pages docs test-site bench bench-ckpt bench-offload soak fuzz clean
 .DELETE_ON_ERROR:
 
 help:
@@ -59,6 +59,10 @@ test-kernels: $(DEV_STAMP)
 test-ray: $(DEV_STAMP)
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[ray]'
 	@$(BIN)/python -m pytest tests/test_ray.py
+
+# Twenty of the trials of `make soak CAMPAIGN=restart`.
+test-restarts: $(DEV_STAMP)
+	@$(BIN)/python tests/campaigns/restart.py --trials 20
 
 check: $(DEV_STAMP)
 	$(BIN)/ruff check .
