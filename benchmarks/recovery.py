@@ -89,6 +89,12 @@ def train(
     return took_s, killed_after, list(read_lines(lines))
 
 
+def cpu_s_of_children() -> float:
+    """Return the CPU seconds of the processes that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def cost_without_faults(folder: Path, keys: dict[str, Any], rounds: int) -> dict[str, Any]:
     """Return the medians of seconds of both kinds of runs, and their ratios."""
     bare = {**keys, "memory_every": 0, "restarts": 0, "resume": "never"}
@@ -97,11 +103,9 @@ def cost_without_faults(folder: Path, keys: dict[str, Any], rounds: int) -> dict
     cpu: dict[str, list[float]] = {case: [] for case in cases}
     for n in range(rounds):
         for case in list(cases)[:: 1 - 2 * (n % 2)]:
-            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            before_s = cpu_s_of_children()
             wall[case].append(train(folder / f"{case}{n}", cases[case], None, 1.0)[0])
-            after = resource.getrusage(resource.RUSAGE_CHILDREN)
-            used = (after.ru_utime, after.ru_stime, -before.ru_utime, -before.ru_stime)
-            cpu[case].append(sum(used))
+            cpu[case].append(cpu_s_of_children() - before_s)
     found: dict[str, Any] = {"steps": keys["steps"], "rounds": rounds}
     for what, times in (("wall", wall), ("cpu", cpu)):
         found |= {f"{case}_{what}_s": median(times[case]) for case in cases}
@@ -124,8 +128,7 @@ def main() -> None:
     parser.add_argument("--json")
     asked = parser.parse_args()
     keys = {**SHAPE, "steps": asked.steps, "ranks": asked.ranks, "seed": asked.seed}
-    keys["seq"] = asked.seq
-    keys["memory_every"] = asked.memory_every
+    keys |= {"seq": asked.seq, "memory_every": asked.memory_every}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if asked.no_faults:

@@ -3,6 +3,7 @@
 import ctypes
 import errno
 import gc
+import itertools
 import logging
 import multiprocessing
 import os
@@ -459,7 +460,11 @@ def test_a_write_gives_its_buffer_back_whether_it_ends_well_or_not(folder):
 
 
 @pytest.mark.parametrize("op", ["read", "write"])
-def test_a_disk_that_fails_is_told_with_rank_unit_folder_and_what_to_do(two, op, small_stripes):
+def test_a_disk_that_fails_is_told_with_rank_unit_folder_and_what_to_do(two, op, monkeypatch):
+    # Folders of one speed share the bytes.
+    monkeypatch.setattr(
+        disk_module, "time", SimpleNamespace(perf_counter=itertools.count().__next__)
+    )
     system = FaultySystem()
     with opened(*two, system=system) as disk:
         file, data = disk.file("blocks.7", 4 * MIB), some_bytes(4 * MIB)
@@ -468,7 +473,7 @@ def test_a_disk_that_fails_is_told_with_rank_unit_folder_and_what_to_do(two, op,
         transfer = start(op, disk, file, 0, data)
         verb = "reading" if op == "read" else "writing"
         expected = (
-            rf"rank 3, unit 'blocks\.7': {verb} .*iB in {two[1]} failed: Input/output error "
+            rf"rank 3, unit 'blocks\.7': {verb} .* MiB in {two[1]} failed: Input/output error "
             r"\(errno 5\).* last checkpoint"
         )
         for _ in range(2):  # every time

@@ -1,1 +1,1 @@
-"""The class, the methods and the state of sharded modules, with FSDP2's names; full parameters."""
+"""The class, methods and state of sharded modules, with FSDP2's names; `gathered`."""
