@@ -3,17 +3,13 @@
 Nothing of ours runs on the reading side: `dcp.load` with `HuggingFaceStorageReader`, `safe_open`.
 """
 
-from __future__ import annotations
-
 import warnings
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -23,7 +19,7 @@ from ranks import run_ranks
 from saving import Net, Setting, build, differences, take_step, truth_of
 
 
-def save_and_tell(rank: int, world_size: int, setting: Setting, folder: Path) -> dict[str, Any]:
+def save_and_tell(rank, world_size, setting, folder):
     """Save; return all that stock torch should find, by its key: full tensors, gathered."""
     run = build(setting)
     for step in range(2):
@@ -32,7 +28,7 @@ def save_and_tell(rank: int, world_size: int, setting: Setting, folder: Path) ->
     return keys_of(truth_of(run))
 
 
-def keys_of(truth: dict[str, Any]) -> dict[str, Tensor]:
+def keys_of(truth):
     """Name a run's tensors as files name them; tied weights and per-rank buffers have one name."""
     found = {}
     for key, value in truth.items():
@@ -45,7 +41,7 @@ def keys_of(truth: dict[str, Any]) -> dict[str, Tensor]:
     return found
 
 
-def dcp_load(into: dict[str, Any], folder: Path, **options: Any) -> None:
+def dcp_load(into, folder, **options):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="torch")  # torch's own, about its own
         warnings.filterwarnings("ignore", message=".*(DCP|torch.distributed|TypedStorage).*")
@@ -65,7 +61,7 @@ SAVED = [
 
 
 @pytest.mark.parametrize("setting", SAVED, ids=str)
-def test_stock_dcp_reads_every_tensor_whole(tmp_path: Path, setting: Setting) -> None:
+def test_stock_dcp_reads_every_tensor_whole(tmp_path, setting):
     expected = run_ranks(save_and_tell, setting.num_ranks, setting, tmp_path / "c")[0]
     assert {"few", "cells.0.gain", "optim.state.few.exp_avg", "optim.state.few.step"} <= set(
         expected
@@ -78,13 +74,13 @@ def test_stock_dcp_reads_every_tensor_whole(tmp_path: Path, setting: Setting) ->
 class Stock(Net):
     """The model for torch's own sharding: DTensors have no dims to cut in a scalar."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         for cell in self.cells:
             cell.gain = nn.Parameter(torch.ones(1))
 
 
-def save_stock(rank: int, world_size: int, setting: Setting, folder: Path) -> dict[str, Any]:
+def save_stock(rank, world_size, setting, folder):
     run = build(setting, make_model=Stock)
     for step in range(2):
         take_step(run, step)
@@ -92,9 +88,7 @@ def save_stock(rank: int, world_size: int, setting: Setting, folder: Path) -> di
     return keys_of(truth_of(run))
 
 
-def load_into_fsdp2(
-    rank: int, world_size: int, folders: list[Path], expected: list[dict[str, Tensor]]
-) -> list[str]:
+def load_into_fsdp2(rank, world_size, folders, expected):
     problems = []
     for folder, truth in zip(folders, expected, strict=True):
         torch.manual_seed(5)
@@ -106,7 +100,7 @@ def load_into_fsdp2(
         for p in model.parameters():
             p.grad = torch.zeros_like(p) if p.requires_grad else None
         optimizer.step()
-        into: dict[str, Any] = {n: p.detach() for n, p in model.named_parameters()}
+        into = {n: p.detach() for n, p in model.named_parameters()}
         for name, p in model.named_parameters():
             for key, value in optimizer.state.get(p, {}).items():
                 into[f"optim.state.{name}.{key}"] = value
@@ -121,7 +115,7 @@ def load_into_fsdp2(
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_stock_dcp_reshards_into_an_fsdp2_model(tmp_path: Path, size: int) -> None:
+def test_stock_dcp_reshards_into_an_fsdp2_model(tmp_path, size):
     folders, expected = [], []
     for layout in ("rows", "flat"):
         folders.append(tmp_path / layout)
@@ -130,11 +124,9 @@ def test_stock_dcp_reshards_into_an_fsdp2_model(tmp_path: Path, size: int) -> No
 
 
 @pytest.mark.parametrize("setting", SAVED[-3:], ids=str)
-def test_safetensors_reads_each_file_and_together_they_are_the_tensors(
-    tmp_path: Path, setting: Setting
-) -> None:
+def test_safetensors_reads_each_file_and_together_they_are_the_tensors(tmp_path, setting):
     expected = run_ranks(save_and_tell, setting.num_ranks, setting, tmp_path / "c")[0]
-    flat: dict[str, list[tuple[str, Tensor]]] = {}
+    flat = {}
     for path in sorted((tmp_path / "c").glob("*.safetensors")):
         with safe_open(str(path), framework="pt") as file:
             for key in file.keys():  # noqa: SIM118 - it is no mapping

@@ -4,16 +4,11 @@ A host is a file system in memory. Here each is a folder on one, so that several
 machine; what belongs to another host is read over TCP, as between machines.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -21,11 +16,10 @@ import torch.distributed as dist
 import shardwise
 from inner import LOCK, Files
 from ranks import HANG_S, run_ranks, start_ranks
-from saving import Run, Setting, build, differences, take_step, truth_of
+from saving import Setting, build, differences, take_step, truth_of
 from shardwise.checkpoint.memory import folder_in_memory
 from shardwise.errors import CheckpointError, ConfigError
 
-Truth = dict[str, Any]
 END = 4  # steps of a run
 
 
@@ -33,7 +27,7 @@ class Crash(Exception):
     """The end of a run that did not end well."""
 
 
-def memory_of_host(root: Path, rank: int, hosts: tuple[int, ...]) -> Path:
+def memory_of_host(root, rank, hosts):
     """Return the memory of a rank's host; ``hosts`` has the number of ranks on each."""
     ends = [sum(hosts[: n + 1]) for n in range(len(hosts))]
     host = next(n for n, end in enumerate(ends) if rank < end)
@@ -41,9 +35,7 @@ def memory_of_host(root: Path, rank: int, hosts: tuple[int, ...]) -> Path:
 
 
 @contextmanager
-def run_of(
-    rank: int, root: Path, hosts: tuple[int, ...], stage: int = 3, **options: Any
-) -> Iterator[tuple[Run, shardwise.Checkpoints]]:
+def run_of(rank, root, hosts, stage=3, **options):
     """Build a run with copies in memory after every step."""
     run = build(Setting(sum(hosts), stage), seed=1)
     memory = memory_of_host(root, rank, hosts)
@@ -52,15 +44,7 @@ def run_of(
         yield run, checkpoints
 
 
-def train(
-    rank: int,
-    num_ranks: int,
-    root: Path,
-    hosts: tuple[int, ...],
-    saved: int | None = 1,
-    stage: int = 3,
-    **options: Any,
-) -> list[Truth]:
+def train(rank, num_ranks, root, hosts, saved=1, stage=3, **options):
     """Train, copy every step, save one to disk, crash; return the state after each step."""
     truths = []
     try:
@@ -79,9 +63,7 @@ def train(
         return truths
 
 
-def resume(
-    rank: int, num_ranks: int, root: Path, hosts: tuple[int, ...], stage: int = 3, **options: Any
-) -> tuple[int | None, bool, Truth]:
+def resume(rank, num_ranks, root, hosts, stage=3, **options):
     """Load in a new run; return the step, whether it came from memory, and the state."""
     with run_of(rank, root, hosts, stage, **options) as (run, checkpoints):
         loaded = checkpoints.load(extra=run.extra)
@@ -90,14 +72,14 @@ def resume(
         return loaded.step, loaded.from_memory, truth_of(run)
 
 
-def same_on_all(found: list[Any], step: int | None, from_memory: bool, truths: Any) -> None:
+def same_on_all(found, step, from_memory, truths):
     for rank, (found_step, was_memory, truth) in enumerate(found):
         assert (found_step, was_memory) == (step, from_memory)
         if step is not None:
             assert not differences(truth, truths[rank % len(truths)][step - 1])
 
 
-def files_of(root: Path, host: int, pattern: str) -> list[Path]:
+def files_of(root, host, pattern):
     return sorted((root / f"host{host}").rglob(pattern))
 
 
@@ -106,8 +88,8 @@ def files_of(root: Path, host: int, pattern: str) -> list[Path]:
     [((1,), 1, 3), ((3,), 1, 0), ((1, 1, 1), 1, 3), ((1, 2), 1, 1), ((1, 1, 1), 0, 3)],
 )
 def test_a_restarted_run_goes_on_from_the_newest_copy_in_memory_to_the_bit(
-    hosts: tuple[int, ...], copies: int, stage: int, tmp_path: Path
-) -> None:
+    hosts, copies, stage, tmp_path
+):
     truths = run_ranks(train, sum(hosts), tmp_path, hosts, stage=stage, copies=copies)
     assert len(files_of(tmp_path, 0, "manifest.json")) == 2, "two copies, of steps 2 and 3"
     found = run_ranks(resume, sum(hosts), tmp_path, hosts, stage=stage, copies=copies)
@@ -116,16 +98,14 @@ def test_a_restarted_run_goes_on_from_the_newest_copy_in_memory_to_the_bit(
     assert not files_of(tmp_path, len(hosts) - 1, "*.safetensors")
 
 
-def test_where_a_host_is_gone_its_neighbours_copy_is_loaded(tmp_path: Path) -> None:
+def test_where_a_host_is_gone_its_neighbours_copy_is_loaded(tmp_path):
     hosts = (1, 1, 1)
     truths = run_ranks(train, 3, tmp_path, hosts)
     shutil.rmtree(tmp_path / "host1")
     same_on_all(run_ranks(resume, 3, tmp_path, hosts), END - 1, True, truths)
 
 
-def test_where_a_host_and_its_copy_are_gone_the_checkpoint_on_disk_is_loaded(
-    tmp_path: Path,
-) -> None:
+def test_where_a_host_and_its_copy_are_gone_the_checkpoint_on_disk_is_loaded(tmp_path):
     hosts = (1, 1, 1)
     truths = run_ranks(train, 3, tmp_path, hosts)
     for host in (1, 2):  # the copy of host 1 is on host 2
@@ -133,7 +113,7 @@ def test_where_a_host_and_its_copy_are_gone_the_checkpoint_on_disk_is_loaded(
     same_on_all(run_ranks(resume, 3, tmp_path, hosts), 1, False, truths)
 
 
-def test_two_copies_on_other_hosts_outlive_two_hosts(tmp_path: Path) -> None:
+def test_two_copies_on_other_hosts_outlive_two_hosts(tmp_path):
     hosts = (1, 1, 1)
     truths = run_ranks(train, 3, tmp_path, hosts, copies=2)
     for host in (1, 2):
@@ -142,9 +122,7 @@ def test_two_copies_on_other_hosts_outlive_two_hosts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("hosts", [(2,), (1, 1, 1, 1)])
-def test_another_number_of_ranks_goes_on_from_memory(
-    hosts: tuple[int, ...], tmp_path: Path
-) -> None:
+def test_another_number_of_ranks_goes_on_from_memory(hosts, tmp_path):
     truths = run_ranks(train, 3, tmp_path, (1, 1, 1), copies=2)
     if len(hosts) == 1:  # its memory has all files
         assert files_of(tmp_path, 0, "rank00002-0.safetensors")
@@ -155,37 +133,33 @@ def test_another_number_of_ranks_goes_on_from_memory(
         assert all("scratch" in line or "buffer" in line for line in wrong), wrong
 
 
-def test_a_damaged_copy_is_passed_over_with_a_warning_and_never_mixed(tmp_path: Path) -> None:
+def test_a_damaged_copy_is_passed_over_with_a_warning_and_never_mixed(tmp_path):
     truths = run_ranks(train, 2, tmp_path, (2,))
     newest = files_of(tmp_path, 0, f"step-*{END - 1}/rank00001-0.safetensors")[0]
     flip(newest)
     same_on_all(run_ranks(resume_with_warning, 2, tmp_path, (2,)), END - 2, True, truths)
 
 
-def resume_with_warning(rank: int, num_ranks: int, root: Path, hosts: tuple[int, ...]) -> Any:
+def resume_with_warning(rank, num_ranks, root, hosts):
     if rank:
         return resume(rank, num_ranks, root, hosts)
     with pytest.warns(UserWarning, match="a copy in memory is lost.*rank00001-0.safetensors"):
         return resume(rank, num_ranks, root, hosts)
 
 
-def test_where_both_copies_are_damaged_and_nothing_was_saved_the_load_says_so(
-    tmp_path: Path,
-) -> None:
+def test_where_both_copies_are_damaged_and_nothing_was_saved_the_load_says_so(tmp_path):
     run_ranks(train, 2, tmp_path, (2,), saved=None)
     for path in files_of(tmp_path, 0, "rank00001-0.safetensors"):
         flip(path)
     run_ranks(load_raises, 2, tmp_path, (2,), "no checkpoint can be used.*rank00001-0")
 
 
-def load_raises(
-    rank: int, num_ranks: int, root: Path, hosts: tuple[int, ...], match: str, **options: Any
-) -> None:
+def load_raises(rank, num_ranks, root, hosts, match, **options):
     with pytest.raises((CheckpointError, ConfigError), match=match):
         resume(rank, num_ranks, root, hosts, **options)
 
 
-def flip(path: Path) -> None:
+def flip(path):
     """Flip one bit of the last byte, which is a tensor's."""
     with path.open("r+b") as file:
         file.seek(-1, os.SEEK_END)
@@ -194,19 +168,19 @@ def flip(path: Path) -> None:
         file.write(bytes([last ^ 1]))
 
 
-def test_copies_of_another_run_or_of_removed_checkpoints_are_never_loaded(tmp_path: Path) -> None:
+def test_copies_of_another_run_or_of_removed_checkpoints_are_never_loaded(tmp_path):
     run_ranks(train, 2, tmp_path, (2,))
     shutil.rmtree(tmp_path / "run")
     same_on_all(run_ranks(resume, 2, tmp_path, (2,)), None, False, None)
 
 
-def test_after_a_load_of_an_older_step_no_restart_returns_to_a_newer_copy(tmp_path: Path) -> None:
+def test_after_a_load_of_an_older_step_no_restart_returns_to_a_newer_copy(tmp_path):
     truths = run_ranks(train, 2, tmp_path, (2,))
     run_ranks(go_back, 2, tmp_path, (2,))
     same_on_all(run_ranks(resume, 2, tmp_path, (2,)), 1, False, truths)
 
 
-def go_back(rank: int, num_ranks: int, root: Path, hosts: tuple[int, ...]) -> None:
+def go_back(rank, num_ranks, root, hosts):
     try:
         with run_of(rank, root, hosts) as (run, checkpoints):
             assert checkpoints.load(step=1, extra=run.extra) is not None
@@ -215,7 +189,7 @@ def go_back(rank: int, num_ranks: int, root: Path, hosts: tuple[int, ...]) -> No
         pass
 
 
-def test_copies_do_not_count_once_the_run_has_gone_on_without_them(tmp_path: Path) -> None:
+def test_copies_do_not_count_once_the_run_has_gone_on_without_them(tmp_path):
     truths = run_ranks(train, 2, tmp_path, (2,))  # step 1 on disk, 2 and 3 in memory
     again = run_ranks(save_without_copies, 2, tmp_path)
     found = run_ranks(resume, 2, tmp_path, (2,))
@@ -223,7 +197,7 @@ def test_copies_do_not_count_once_the_run_has_gone_on_without_them(tmp_path: Pat
     assert differences(again[0], truths[0][1]), "the run went another way"
 
 
-def save_without_copies(rank: int, num_ranks: int, root: Path) -> Truth:
+def save_without_copies(rank, num_ranks, root):
     try:
         with run_of(rank, root, (2,), memory_every=None) as (run, checkpoints):
             assert checkpoints.load(extra=run.extra).step == 1
@@ -235,17 +209,13 @@ def save_without_copies(rank: int, num_ranks: int, root: Path) -> Truth:
         return truth
 
 
-def test_copies_do_not_count_beside_checkpoints_that_somebody_has_moved_away(
-    tmp_path: Path,
-) -> None:
+def test_copies_do_not_count_beside_checkpoints_that_somebody_has_moved_away(tmp_path):
     run_ranks(train, 2, tmp_path, (2,))
     shutil.move(tmp_path / "run/step-00000001", tmp_path / "elsewhere")
     same_on_all(run_ranks(resume, 2, tmp_path, (2,)), None, False, None)
 
 
-def test_a_folder_of_another_user_or_job_is_refused_and_what_is_not_ours_stays(
-    tmp_path: Path,
-) -> None:
+def test_a_folder_of_another_user_or_job_is_refused_and_what_is_not_ours_stays(tmp_path):
     root = tmp_path / "host0"
     folder = folder_in_memory(tmp_path / "run", root)
     folder.parent.mkdir(parents=True)
@@ -262,11 +232,11 @@ def test_a_folder_of_another_user_or_job_is_refused_and_what_is_not_ours_stays(
     assert (folder / "notes").is_dir()
 
 
-def test_memory_that_somebody_has_emptied_ends_no_run(tmp_path: Path) -> None:
+def test_memory_that_somebody_has_emptied_ends_no_run(tmp_path):
     run_ranks(emptied, 2, tmp_path)
 
 
-def emptied(rank: int, num_ranks: int, root: Path) -> None:
+def emptied(rank, num_ranks, root):
     with run_of(rank, root, (2,)) as (run, checkpoints):
         for step in (1, 2, 3):
             take_step(run, step)
@@ -278,11 +248,11 @@ def emptied(rank: int, num_ranks: int, root: Path) -> None:
             dist.barrier()
 
 
-def test_a_later_copy_that_fails_is_a_warning_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_later_copy_that_fails_is_a_warning_and_the_run_goes_on(tmp_path):
     run_ranks(fails_later, 2, tmp_path)
 
 
-def fails_later(rank: int, num_ranks: int, root: Path) -> None:
+def fails_later(rank, num_ranks, root):
     with run_of(rank, root, (2,)) as (run, checkpoints):
         take_step(run, 1)
         checkpoints.copy_to_memory(1)
@@ -306,22 +276,22 @@ def fails_later(rank: int, num_ranks: int, root: Path) -> None:
         assert not differences(truth_of(run), truth)
 
 
-def full_disk(files: Files, path: Path) -> Any:
+def full_disk(files, path):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
-def test_a_newer_checkpoint_on_disk_comes_before_copies_in_memory(tmp_path: Path) -> None:
+def test_a_newer_checkpoint_on_disk_comes_before_copies_in_memory(tmp_path):
     truths = run_ranks(train, 2, tmp_path, (2,), saved=END - 1)
     same_on_all(run_ranks(resume, 2, tmp_path, (2,)), END - 1, False, truths)
 
 
-def test_a_damaged_checkpoint_above_the_copy_that_is_loaded_may_be_replaced(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_above_the_copy_that_is_loaded_may_be_replaced(tmp_path):
     run_ranks(train, 2, tmp_path, (2,), saved=END - 1)
     flip(tmp_path / f"run/step-{END - 1:08d}/rank00001-0.safetensors")
     run_ranks(goes_on_and_saves, 2, tmp_path)
 
 
-def goes_on_and_saves(rank: int, num_ranks: int, root: Path) -> None:
+def goes_on_and_saves(rank, num_ranks, root):
     with run_of(rank, root, (2,)) as (run, checkpoints):
         if rank == 0:
             with pytest.warns(UserWarning, match="a newer checkpoint is damaged"):
@@ -334,13 +304,11 @@ def goes_on_and_saves(rank: int, num_ranks: int, root: Path) -> None:
         checkpoints.save(END - 1, extra=run.extra, wait=True)
 
 
-def test_memory_that_is_too_small_is_refused_with_its_size_before_anything_is_written(
-    tmp_path: Path,
-) -> None:
+def test_memory_that_is_too_small_is_refused_with_its_size_before_anything_is_written(tmp_path):
     run_ranks(too_small, 2, tmp_path)
 
 
-def too_small(rank: int, num_ranks: int, root: Path) -> None:
+def too_small(rank, num_ranks, root):
     with (
         run_of(rank, root, (2,)) as (run, checkpoints),
         pytest.MonkeyPatch.context() as patch,
@@ -355,20 +323,18 @@ def too_small(rank: int, num_ranks: int, root: Path) -> None:
         assert checkpoints.copy_to_memory(1) is not None
 
 
-def test_ranks_with_other_settings_are_told_so(tmp_path: Path) -> None:
+def test_ranks_with_other_settings_are_told_so(tmp_path):
     run_ranks(other_settings, 2, tmp_path)
 
 
-def other_settings(rank: int, num_ranks: int, root: Path) -> None:
+def other_settings(rank, num_ranks, root):
     every = 2 if rank else None
     match = r"memory_every, copies: .*rank 0: \(0, 1\), rank 1: \(2, 1\)"
     load_raises(rank, num_ranks, root, (2,), match, memory_every=every)
 
 
 @pytest.mark.parametrize("copies", [0, 1])
-def test_a_run_that_is_killed_at_any_moment_goes_on_from_a_state_it_had(
-    copies: int, tmp_path: Path
-) -> None:
+def test_a_run_that_is_killed_at_any_moment_goes_on_from_a_state_it_had(copies, tmp_path):
     hosts = (1, 1)
     truths = run_ranks(train, 2, tmp_path / "quiet", hosts, copies=copies)
     for trial in range(3):
@@ -387,11 +353,11 @@ def test_a_run_that_is_killed_at_any_moment_goes_on_from_a_state_it_had(
         same_on_all(found, step, found[0][1], truths)
 
 
-def gone(root: Path) -> bool:
+def gone(root):
     return len(files_of(root, 0, "manifest.json")) == 2
 
 
-def until(holds: Callable[[], bool]) -> None:
+def until(holds):
     deadline = time.monotonic() + HANG_S
     while not holds():
         assert time.monotonic() < deadline

@@ -8,7 +8,6 @@ import time
 import warnings
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -32,8 +31,7 @@ from inner import (
     steps_in,
     temporary,
 )
-from ranks import HANG_S, run_ranks, start_ranks
-from saving import each_rank
+from ranks import HANG_S, on_ranks, run_ranks, start_ranks
 from shardwise.comm.control import SoloControl
 from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint
 from stamped import build, count, stamp
@@ -42,7 +40,7 @@ from tables import NONCE, RUN, disk_with, kept, newest, write
 FILES = Files()
 
 
-def hidden(folder: Path) -> list[str]:
+def hidden(folder):
     """Return the temporary names in a folder."""
     return [p.name for p in folder.iterdir() if p.name.startswith((".tmp-", ".old-"))]
 
@@ -50,7 +48,7 @@ def hidden(folder: Path) -> list[str]:
 # ------------------------------------------------------------------------ saves of other processes
 
 
-def save_many(rank: int, world_size: int, folder: str, name: str, number: int) -> list[str]:
+def save_many(rank, world_size, folder, name, number):
     model, optimizer = build()
     stamp(model, optimizer, "A")
     failures = []
@@ -64,7 +62,7 @@ def save_many(rank: int, world_size: int, folder: str, name: str, number: int) -
     return failures
 
 
-def open_until(rank: int, world_size: int, folder: str, done: list[str]) -> int:
+def open_until(rank, world_size, folder, done):
     model, optimizer = build()
     opened = 0
     while not all(Path(folder, f"{name}-done").exists() for name in done):
@@ -75,8 +73,8 @@ def open_until(rank: int, world_size: int, folder: str, done: list[str]) -> int:
 
 @pytest.mark.slow
 def test_saves_of_other_processes_all_succeed_while_a_run_opens_the_folder_again_and_again(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     folder = str(tmp_path)
     worlds = [
         start_ranks(save_many, 1, folder, "one", 30),
@@ -90,9 +88,9 @@ def test_saves_of_other_processes_all_succeed_while_a_run_opens_the_folder_again
     assert len(list(tmp_path.glob("*/manifest.json"))) == 50 and not hidden(tmp_path)
 
 
-def test_a_save_that_loses_a_race_says_that_the_name_is_taken(tmp_path: Path) -> None:
+def test_a_save_that_loses_a_race_says_that_the_name_is_taken(tmp_path):
     class Late(FaultyFiles):
-        def rename(self, source: Path, target: Path) -> None:
+        def rename(self, source, target):
             if not any(name.name == target.name for name in self.inner.list(target.parent)):
                 self.inner.make_folder(target)
             super().rename(source, target)
@@ -110,9 +108,7 @@ def test_a_save_that_loses_a_race_says_that_the_name_is_taken(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("replace", [False, True])
-def test_what_a_killed_save_left_is_removed_by_the_next_save_of_its_name_or_series(
-    replace: bool,
-) -> None:
+def test_what_a_killed_save_left_is_removed_by_the_next_save_of_its_name_or_series(replace):
     start, at = disk_with(1, {1: "A"}), 0
     seen = 0
     while True:
@@ -134,7 +130,7 @@ def test_what_a_killed_save_left_is_removed_by_the_next_save_of_its_name_or_seri
         at += 1
 
 
-def test_a_save_of_another_name_leaves_leftovers_alone() -> None:
+def test_a_save_of_another_name_leaves_leftovers_alone():
     disk = disk_with(1, {1: "A"})
     for name in ("best", "step-00000007"):
         disk.make_folder(temporary(RUN / name, b"\1\1\1\1"))
@@ -144,7 +140,7 @@ def test_a_save_of_another_name_leaves_leftovers_alone() -> None:
     ]
 
 
-def test_what_somebody_writes_is_neither_removed_nor_called_a_leftover() -> None:
+def test_what_somebody_writes_is_neither_removed_nor_called_a_leftover():
     disk = SimulatedDisk()
     disk.make_folders(RUN)
     folder = temporary(RUN / step_name(3), NONCE)
@@ -162,14 +158,14 @@ def test_what_somebody_writes_is_neither_removed_nor_called_a_leftover() -> None
     assert disk.tree() == {"/run": None}
 
 
-def test_asking_about_a_save_that_ends_at_that_moment_leaves_no_lock_behind() -> None:
+def test_asking_about_a_save_that_ends_at_that_moment_leaves_no_lock_behind():
     disk = SimulatedDisk()
     disk.make_folders(RUN)
     folder = temporary(RUN / step_name(3), NONCE)
     lock = hold(disk, folder)
 
     class Ending(FaultyFiles):
-        def list(self, path: Path) -> Any:
+        def list(self, path):
             entries = super().list(path)
             let_go(self.inner, folder, lock)
             return entries
@@ -178,7 +174,7 @@ def test_asking_about_a_save_that_ends_at_that_moment_leaves_no_lock_behind() ->
     assert disk.tree() == {"/run": None}
 
 
-def test_without_locks_saves_work_and_nothing_is_removed() -> None:
+def test_without_locks_saves_work_and_nothing_is_removed():
     disk = disk_with(1, {1: "A"})
     fault = Fault(0, errno.ENOSYS, "lock", lasting=True)
     write(FaultyFiles(disk, fault), SoloControl(), "B", 2)
@@ -190,23 +186,21 @@ def test_without_locks_saves_work_and_nothing_is_removed() -> None:
     assert folder.name in [entry.name for entry in disk.list(RUN)]
 
 
-def test_where_locks_are_not_seen_a_save_fails_and_no_checkpoint_stands_with_files_missing() -> (
-    None
-):
+def test_where_locks_are_not_seen_a_save_fails_and_no_checkpoint_stands_with_files_missing():
     """Another machine takes the save for a leftover, at any of its operations."""
     at, lost = 0, 0
     while True:
         disk = disk_with(1, {1: "A"})
 
         class Blind(FaultyFiles):
-            def lock(self, path: Path, shared: bool = False) -> Any:
+            def lock(self, path, shared=False):
                 self.do("lock", path, lambda: None)
                 raise OSError(errno.ENOSYS, "no locks", str(path))
 
         others = FaultyFiles(disk)
         mine = Blind(disk, before=lambda: None)
 
-        def meddle(mine: Any = mine, others: Any = others, at: int = at) -> None:
+        def meddle(mine=mine, others=others, at=at):
             if len(mine.operations) == at:
                 clean_up(others, RUN)
 
@@ -229,21 +223,21 @@ def test_where_locks_are_not_seen_a_save_fails_and_no_checkpoint_stands_with_fil
 # ---------------------------------------------------------------------------- the user's own files
 
 
-def put_things_into(folder: Path) -> None:
+def put_things_into(folder):
     (folder / "eval.json").write_text("{}")
     (folder / "plots").mkdir()
     (folder / "plots" / "a.png").write_text("picture")
     (folder / "link").symlink_to(folder / "eval.json")
 
 
-def things_in(folder: Path) -> list[str]:
+def things_in(folder):
     return sorted(str(p.relative_to(folder)) for p in folder.rglob("*"))
 
 
 THINGS = ["eval.json", "link", "plots", "plots/a.png"]
 
 
-def rotate_and_replace(rank: int, world_size: int, root: str) -> list[str]:
+def rotate_and_replace(rank, world_size, root):
     model, optimizer = build()
     stamp(model, optimizer, "A")
     folder, best, told = Path(root, "run"), Path(root, "best"), []
@@ -267,8 +261,8 @@ def rotate_and_replace(rank: int, world_size: int, root: str) -> list[str]:
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_files_that_are_none_of_ours_stay_and_are_told_of_when_their_checkpoint_goes(
-    tmp_path: Path, world_size: int
-) -> None:
+    tmp_path, world_size
+):
     told, *others = run_ranks(rotate_and_replace, world_size, str(tmp_path))
     left = [tmp_path / "run" / "step-00000001-other-files", tmp_path / "best-other-files"]
     for folder, text in zip(left, told, strict=True):
@@ -279,7 +273,7 @@ def test_files_that_are_none_of_ours_stay_and_are_told_of_when_their_checkpoint_
     assert not hidden(tmp_path) and not hidden(tmp_path / "run")
 
 
-def test_killed_at_any_operation_of_a_removal_nothing_of_the_user_is_lost_or_stays_hidden() -> None:
+def test_killed_at_any_operation_of_a_removal_nothing_of_the_user_is_lost_or_stays_hidden():
     start = disk_with(1, {1: "A", 2: "B"})
     start.make_folder(RUN / step_name(1) / "plots")
     with start.create(RUN / step_name(1) / "eval.json") as writer:
@@ -301,7 +295,7 @@ def test_killed_at_any_operation_of_a_removal_nothing_of_the_user_is_lost_or_sta
         at += 1
 
 
-def replace_what_is_none(rank: int, world_size: int, root: str) -> dict[str, str]:
+def replace_what_is_none(rank, world_size, root):
     model, optimizer = build()
     stamp(model, optimizer, "A")
     texts = {}
@@ -313,9 +307,7 @@ def replace_what_is_none(rank: int, world_size: int, root: str) -> dict[str, str
     return texts
 
 
-def test_only_a_checkpoint_is_replaced_and_no_link_file_or_folder_of_the_user(
-    tmp_path: Path,
-) -> None:
+def test_only_a_checkpoint_is_replaced_and_no_link_file_or_folder_of_the_user(tmp_path):
     (tmp_path / "project").mkdir()
     (tmp_path / "project" / "thesis.tex").write_text("mine")
     (tmp_path / "step-notes").mkdir()
@@ -338,46 +330,44 @@ def test_only_a_checkpoint_is_replaced_and_no_link_file_or_folder_of_the_user(
 # ----------------------------------------------------------------------------- damage and old runs
 
 
-@each_rank(1, 3)
-def test_steps_that_a_load_found_damaged_do_not_count_among_the_last_to_keep(
-    rank: int, world_size: int, root: Path
-) -> None:
+@on_ranks(1, 3)
+def test_steps_that_a_load_found_damaged_do_not_count_among_the_last_to_keep(rank, tmp_path):
     model, optimizer = build()
     stamp(model, optimizer, "A")
-    with Checkpoints(root, model, optimizer) as checkpoints:
+    with Checkpoints(tmp_path, model, optimizer) as checkpoints:
         for step in (1, 2, 3, 4):
             checkpoints.save(step, wait=True)
     if rank == 0:
         for step in (3, 4):
-            path = root / step_name(step) / "rank00000-0.safetensors"
+            path = tmp_path / step_name(step) / "rank00000-0.safetensors"
             path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
     dist.barrier()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with Checkpoints(root, model, optimizer, keep_last=2) as checkpoints:
+        with Checkpoints(tmp_path, model, optimizer, keep_last=2) as checkpoints:
             loaded = checkpoints.load()
             assert loaded is not None and loaded.step == 2
             checkpoints.save(5, wait=True)
             dist.barrier()  # rank 0 removes after the others have gone on
-            assert steps_in(FILES, root) == [5, 4, 3, 2]
+            assert steps_in(FILES, tmp_path) == [5, 4, 3, 2]
             dist.barrier()
             checkpoints.save(6, wait=True)
         dist.barrier()
-    assert steps_in(FILES, root) == [6, 5, 4, 3]
+    assert steps_in(FILES, tmp_path) == [6, 5, 4, 3]
 
 
-@each_rank(1, 3)
+@on_ranks(1, 3)
 def test_a_new_run_in_an_old_folder_is_warned_and_no_save_counts_that_a_load_would_not_take(
-    rank: int, world_size: int, folder: Path
-) -> None:
+    rank, tmp_path
+):
     model, optimizer = build()
     stamp(model, optimizer, "A")
-    with Checkpoints(folder, model, optimizer) as old:
+    with Checkpoints(tmp_path, model, optimizer) as old:
         old.save(10, wait=True)
-    told: list[str] = []
+    told = []
     model, optimizer = build()  # of another run
     stamp(model, optimizer, "B")
-    with Checkpoints(folder, model, optimizer) as new:
+    with Checkpoints(tmp_path, model, optimizer) as new:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for _ in range(2):
@@ -392,28 +382,26 @@ def test_a_new_run_in_an_old_folder_is_warned_and_no_save_counts_that_a_load_wou
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             if rank == 0:
-                Path(folder, step_name(12)).mkdir()  # no load takes that one
-            shardwise.save(folder, model, optimizer, step=4)
+                Path(tmp_path, step_name(12)).mkdir()  # no load takes that one
+            shardwise.save(tmp_path, model, optimizer, step=4)
             if rank == 0:
-                Path(folder, step_name(12)).rmdir()
+                Path(tmp_path, step_name(12)).rmdir()
             told += [str(warning.message) for warning in caught]
     dist.barrier()
-    assert shardwise.load(folder, model, optimizer).step == 11
+    assert shardwise.load(tmp_path, model, optimizer).step == 11
     assert set(count(model, optimizer)) == {"B"}
     (refusal,) = told[1:2] if rank == 0 else told
-    assert f"step 3: {folder} holds step 10, which the next load would take" in refusal
+    assert f"step 3: {tmp_path} holds step 10, which the next load would take" in refusal
     if rank == 0:
         warned, _, beside = told
-        assert "(newest: step 10)" in warned and "load()" in warned and str(folder) in warned
-        assert f"{folder} holds step 11 too" in beside
-    assert steps_in(FILES, folder) == [11, 10, 4]
+        assert "(newest: step 10)" in warned and "load()" in warned and str(tmp_path) in warned
+        assert f"{tmp_path} holds step 11 too" in beside
+    assert steps_in(FILES, tmp_path) == [11, 10, 4]
 
 
-@each_rank(1, 3)
-def test_a_relative_folder_is_the_one_of_the_moment_it_was_named(
-    rank: int, world_size: int, root: Path
-) -> None:
-    here, there = Path(root, "here"), Path(root, "there")
+@on_ranks(1, 3)
+def test_a_relative_folder_is_the_one_of_the_moment_it_was_named(tmp_path):
+    here, there = Path(tmp_path, "here"), Path(tmp_path, "there")
     for folder in (here, there):
         folder.mkdir(exist_ok=True)
     os.chdir(here)
@@ -439,17 +427,17 @@ def test_a_relative_folder_is_the_one_of_the_moment_it_was_named(
 class Rotating(FaultyFiles):
     """A disk on which a run that goes on replaces its one checkpoint at some operation of ours."""
 
-    def __init__(self, folder: Path, at: int) -> None:
+    def __init__(self, folder, at):
         super().__init__(Files(), before=self._rotate)
         self._folder, self._at = folder, at
 
-    def _rotate(self) -> None:
+    def _rotate(self):
         if len(self.operations) == self._at:
             (self._folder / "next").rename(self._folder / step_name(2))
             (self._folder / step_name(1)).rename(self._folder / ".old-step-00000001-01020304")
 
 
-def load_beside_a_rotation(rank: int, world_size: int, root: str, moments: list[int]) -> list[Any]:
+def load_beside_a_rotation(rank, world_size, root, moments):
     model, optimizer = build()
     folder, found = Path(root, "run"), []
     for step, letter in ((1, "A"), (2, "B")):
@@ -472,8 +460,8 @@ def load_beside_a_rotation(rank: int, world_size: int, root: str, moments: list[
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_a_checkpoint_that_is_removed_while_it_is_read_gives_way_to_the_newer_one(
-    tmp_path: Path, world_size: int
-) -> None:
+    tmp_path, world_size
+):
     found = run_ranks(load_beside_a_rotation, world_size, str(tmp_path), list(range(14)))
     for rank in found:
         assert set(rank) <= {(1, "A", ()), (2, "B", ())}
@@ -483,19 +471,17 @@ def test_a_checkpoint_that_is_removed_while_it_is_read_gives_way_to_the_newer_on
 class Replacing(FaultyFiles):
     """A disk on which another process replaces the newest checkpoint at some operation of ours."""
 
-    def __init__(self, folder: Path, at: int) -> None:
+    def __init__(self, folder, at):
         super().__init__(Files(), before=self._replace)
         self._folder, self._at = folder, at
 
-    def _replace(self) -> None:
+    def _replace(self):
         if len(self.operations) == self._at:
             FILES.exchange(self._folder / "next", self._folder / step_name(2))
             shutil.rmtree(self._folder / "next")
 
 
-def load_beside_a_replacement(
-    rank: int, world_size: int, root: str, moments: list[int]
-) -> list[Any]:
+def load_beside_a_replacement(rank, world_size, root, moments):
     model, optimizer = build()
     folder, found = Path(root, "run"), []
     for name, step, letter in (("run", 1, "A"), ("old", 2, "B"), ("new", 2, "C")):
@@ -521,9 +507,7 @@ def load_beside_a_replacement(
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_a_checkpoint_that_is_replaced_while_it_is_read_is_no_damage(
-    tmp_path: Path, world_size: int
-) -> None:
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_no_damage(tmp_path, world_size):
     found = run_ranks(load_beside_a_replacement, world_size, str(tmp_path), list(range(14)))
     for rank in found:
         assert set(rank) == {(2, "B", "B", ()), (2, "C", "C", ())}
@@ -531,13 +515,13 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_no_damage(
 
 
 @pytest.mark.parametrize("replaced", [False, True])
-def test_a_stale_handle_of_a_network_disk_leads_to_another_look(replaced: bool) -> None:
+def test_a_stale_handle_of_a_network_disk_leads_to_another_look(replaced):
     disk = disk_with(1, {1: "A", 2: "B"})
 
     class Stale(FaultyFiles):
         is_stale = False
 
-        def open(self, path: Path) -> Any:
+        def open(self, path):
             if path.parent.name == step_name(2) and not self.is_stale:
                 self.is_stale = True
                 if replaced:
@@ -548,7 +532,7 @@ def test_a_stale_handle_of_a_network_disk_leads_to_another_look(replaced: bool) 
                 raise OSError(errno.ESTALE, "Stale file handle", str(path))
             return super().open(path)
 
-    skipped: dict[int, str] = {}
+    skipped = {}
     chosen = choose(SoloControl(), Stale(disk), RUN, skipped)
     assert chosen is not None and not skipped
     step = 2 if replaced else 3
@@ -560,9 +544,7 @@ def test_a_stale_handle_of_a_network_disk_leads_to_another_look(replaced: bool) 
 
 
 @pytest.mark.parametrize("removed", ["-0.safetensors", ".json"])
-def test_what_is_missing_is_named_with_as_few_reads_however_many_ranks_lack_it(
-    removed: str,
-) -> None:
+def test_what_is_missing_is_named_with_as_few_reads_however_many_ranks_lack_it(removed):
     disk = disk_with(7, {1: "A"})
     folder = RUN / step_name(1)
     for rank in range(1, 7):
@@ -574,7 +556,7 @@ def test_what_is_missing_is_named_with_as_few_reads_however_many_ranks_lack_it(
     assert len(opened) <= 4, opened  # the manifest twice, the first rank's index, and that one's
 
 
-def save_and_rotate(rank: int, world_size: int, folder: str) -> int:
+def save_and_rotate(rank, world_size, folder):
     model, optimizer = build()
     stamp(model, optimizer, "A")
     step = 0
@@ -585,7 +567,7 @@ def save_and_rotate(rank: int, world_size: int, folder: str) -> int:
     return step
 
 
-def load_many(rank: int, world_size: int, folder: str, number: int) -> list[int]:
+def load_many(rank, world_size, folder, number):
     model, optimizer = build()
     while not steps_in(FILES, Path(folder)):
         time.sleep(0.01)
@@ -598,7 +580,7 @@ def load_many(rank: int, world_size: int, folder: str, number: int) -> list[int]
 
 
 @pytest.mark.slow
-def test_loads_beside_a_trainer_that_rotates_all_succeed(tmp_path: Path) -> None:
+def test_loads_beside_a_trainer_that_rotates_all_succeed(tmp_path):
     folder = str(tmp_path)
     trainer = start_ranks(save_and_rotate, 1, folder)
     readers = [start_ranks(load_many, size, folder, 15) for size in (1, 2)]
@@ -614,7 +596,7 @@ def test_loads_beside_a_trainer_that_rotates_all_succeed(tmp_path: Path) -> None
 # ------------------------------------------------------------------------------------------ texts
 
 
-def save_flat(rank: int, world_size: int, root: str) -> None:
+def save_flat(rank, world_size, root):
     model, optimizer = build(layout="flat")
     for name in ("one", "two"):
         for step in (1, 2):
@@ -622,7 +604,7 @@ def save_flat(rank: int, world_size: int, root: str) -> None:
             shardwise.save(Path(root, name), model, optimizer, step=step)
 
 
-def load_texts(rank: int, world_size: int, root: str) -> list[str]:
+def load_texts(rank, world_size, root):
     model, optimizer = build(layout="flat")
     texts = []
     for name in ("stale", "swapped", "cut"):
@@ -632,9 +614,7 @@ def load_texts(rank: int, world_size: int, root: str) -> list[str]:
     return texts
 
 
-def test_a_manifest_of_another_save_and_a_file_that_was_cut_are_named_and_no_other_file(
-    tmp_path: Path,
-) -> None:
+def test_a_manifest_of_another_save_and_a_file_that_was_cut_are_named_and_no_other_file(tmp_path):
     run_ranks(save_flat, 3, str(tmp_path))
     for name in ("stale", "swapped", "cut"):
         shutil.copytree(tmp_path / "one" / step_name(2), tmp_path / name)
@@ -654,21 +634,21 @@ def test_a_manifest_of_another_save_and_a_file_that_was_cut_are_named_and_no_oth
     assert f"{several[1]}: " in cut and "bytes, expected" in cut and several[0].name not in cut
 
 
-def hold_a_save(rank: int, world_size: int, folder: str) -> None:
+def hold_a_save(rank, world_size, folder):
     model, optimizer = build()
 
     class Stuck(Files):
-        def create(self, path: Path) -> Any:
+        def create(self, path):
             Path(folder, "writing").touch()
             signal.pause()
 
     from shardwise.checkpoint import save_load
 
-    save_load.Files = Stuck  # type: ignore[misc]
+    save_load.Files = Stuck
     shardwise.save(folder, model, optimizer, step=1)
 
 
-def test_a_save_that_is_under_way_is_left_alone_until_its_process_is_dead(tmp_path: Path) -> None:
+def test_a_save_that_is_under_way_is_left_alone_until_its_process_is_dead(tmp_path):
     (tmp_path / step_name(0)).mkdir()
     world = start_ranks(hold_a_save, 1, str(tmp_path))
     try:
