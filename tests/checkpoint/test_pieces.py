@@ -32,7 +32,7 @@ from inner import (
     unseal,
     verify,
 )
-from saving import bits
+from saving import bits, flip
 from shardwise.cli.main import app
 from shardwise.convert.export import export_huggingface
 from shardwise.errors import CheckpointError, DamagedCheckpoint
@@ -181,10 +181,9 @@ def test_damage_in_a_piece_is_found_by_who_reads_it_and_by_no_other(tmp_path):
     folder = tmp_path / "c"
     save_world(Files(), folder, tables())
     path = folder / "rank00002-0.safetensors"
-    data = bytearray(path.read_bytes())
+    data = path.read_bytes()
     begin = 8 + int.from_bytes(data[:8], "little")
-    data[begin + json.loads(data[8:begin])["u0.a"]["data_offsets"][0]] ^= 4
-    path.write_bytes(data)
+    flip(path, begin + json.loads(data[8:begin])["u0.a"]["data_offsets"][0])
     found = verify(Files(), folder)
     assert {finding.tensor for finding in found.findings} == {"u0.a"}, found.findings
     with closing(Checkpoint(Files(), folder)) as source:
