@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
-from checkpoint.inner import Entry, Reader
+from checkpoint.inner import Entry, Files, Reader
 from ranks import HANG_S
 from shardwise.errors import CollectiveError, DamagedCheckpoint
 
@@ -204,6 +204,24 @@ class _FaultyLock(_FaultyHandle):
         if not (self._closed or self._files.dead):
             self._closed = True
             self._files.do("release", self._path, self._inner.release)
+
+
+class Watched(Files):
+    """Files that write down what is read of them."""
+
+    def __init__(self):
+        self.reads = {}
+
+    def open(self, path):
+        reads, reader = self.reads.setdefault(path.name, []), super().open(path)
+        inner = reader.read_into
+
+        def read_into(offset, buffer):
+            reads.append((offset, offset + buffer.nbytes))
+            inner(offset, buffer)
+
+        reader.read_into = read_into
+        return reader
 
 
 # --------------------------------------------------------------------------------- simulated disk
