@@ -9,10 +9,8 @@ import os
 import resource
 import subprocess
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,15 +25,13 @@ from inner import (
     Checkpoints,
     Files,
     Load,
-    Written,
     step_name,
     write_checkpoint,
 )
 from ranks import run_ranks
-from shardwise.comm.control import Control
+from saving import warns_on_rank_0
 from shardwise.engine.api import engine_of
 from shardwise.errors import CheckpointError, StateError
-from shardwise.layout.boxes import Box
 from stamped import build, count, stamp
 from tables import (
     NONCE,
@@ -55,9 +51,7 @@ ERRNOS = (errno.ENOSPC, errno.EIO, errno.EFBIG, errno.EDQUOT)
     ("who", "ranks", "replace"),
     [("all", 1, False), ("first", 3, True), ("last", 3, False), ("all", 3, True)],
 )
-def test_whichever_operation_fails_all_ranks_say_which_and_nothing_is_left(
-    ranks: int, replace: bool, who: str
-) -> None:
+def test_whichever_operation_fails_all_ranks_say_which_and_nothing_is_left(ranks, replace, who):
     failing = {"first": [0], "last": [ranks - 1], "all": list(range(ranks))}[who]
     at, seen = 0, []
     while "saved" not in seen:
@@ -77,7 +71,7 @@ def test_whichever_operation_fails_all_ranks_say_which_and_nothing_is_left(
         *zip(("create", "sync", "sync_folder", "rename", "exchange"), ERRNOS * 2, strict=False),
     ],
 )
-def test_every_kind_of_operation_may_fail_even_on_all_ranks(op: str, number: int) -> None:
+def test_every_kind_of_operation_may_fail_even_on_all_ranks(op, number):
     at, seen = 0, []
     while "saved" not in seen:
         faults = {rank: Fault(at, number, op) for rank in range(2)}
@@ -97,9 +91,7 @@ def test_every_kind_of_operation_may_fail_even_on_all_ranks(op: str, number: int
     seed=st.integers(0, 1 << 32),
 )
 @settings(max_examples=60)
-def test_several_failures_at_once_even_lasting_ones_lose_nothing(
-    ranks: int, faults: dict[int, tuple[int, int, bool]], replace: bool, seed: int
-) -> None:
+def test_several_failures_at_once_even_lasting_ones_lose_nothing(ranks, faults, replace, seed):
     chosen = {
         rank % ranks: Fault(at, number, lasting=lasting)
         for rank, (at, number, lasting) in faults.items()
@@ -108,11 +100,11 @@ def test_several_failures_at_once_even_lasting_ones_lose_nothing(
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_what_fails_in_memory_on_the_last_rank_leaves_no_folder_of_rank_0(ranks: int) -> None:
+def test_what_fails_in_memory_on_the_last_rank_leaves_no_folder_of_rank_0(ranks):
     start = disk_with(ranks, {1: "A"})
     disk, before = kept(start), start.tree()
 
-    def body(files: Files, control: Control) -> Written:
+    def body(files, control):
         manifest = manifest_of("B", ranks)
         part = part_of("B", control.rank, manifest)
         if control.rank == ranks - 1:
@@ -127,14 +119,14 @@ def test_what_fails_in_memory_on_the_last_rank_leaves_no_folder_of_rank_0(ranks:
     assert {str(result) for result in results} == {f"{who}the state is gone"}
 
 
-def refuse(number: int, box: Box) -> memoryview:
+def refuse(number, box):
     raise StateError("the state is gone")
 
 
 # -------------------------------------------------------------------------------------- real ranks
 
 
-def raised(work: Any) -> str:
+def raised(work):
     try:
         work()
     except CheckpointError as error:
@@ -143,7 +135,7 @@ def raised(work: Any) -> str:
 
 
 @contextmanager
-def files_no_longer_than(num_bytes: int) -> Iterator[None]:
+def files_no_longer_than(num_bytes):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
     try:
@@ -152,9 +144,8 @@ def files_no_longer_than(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def save_where_one_rank_cannot(rank: int, world_size: int, folder: str, victim: int) -> list[str]:
-    model, optimizer = build(width=40)
-    stamp(model, optimizer, "A")
+def save_where_one_rank_cannot(rank, world_size, folder, victim):
+    model, optimizer = build(width=40, save="A")
     shardwise.save(folder, model, optimizer, step=1)
     stamp(model, optimizer, "B")
     limit = 5_000 if rank == victim else 1 << 30
@@ -179,9 +170,7 @@ def save_where_one_rank_cannot(rank: int, world_size: int, folder: str, victim: 
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_one_rank_that_cannot_write_is_named_to_all_and_the_next_save_works(
-    tmp_path: Path, world_size: int
-) -> None:
+def test_one_rank_that_cannot_write_is_named_to_all_and_the_next_save_works(tmp_path, world_size):
     victim = world_size - 1
     results = run_ranks(save_where_one_rank_cannot, world_size, str(tmp_path), victim)
     assert len({tuple(said) for said in results}) == 1
@@ -194,9 +183,8 @@ def test_one_rank_that_cannot_write_is_named_to_all_and_the_next_save_works(
     assert left == still_left == step_name(1)
 
 
-def save_to_a_small_disk(rank: int, world_size: int, folder: str) -> list[str]:
-    model, optimizer = build(width=150)  # 0.55 MB
-    stamp(model, optimizer, "A")
+def save_to_a_small_disk(rank, world_size, folder):
+    model, optimizer = build(width=150, save="A")  # 0.55 MB
     shardwise.save(folder, model, optimizer, step=1)
     stamp(model, optimizer, "B")
     text = raised(lambda: shardwise.save(folder, model, optimizer, step=2))
@@ -210,7 +198,7 @@ def save_to_a_small_disk(rank: int, world_size: int, folder: str) -> list[str]:
 
 
 @contextmanager
-def small_disk(folder: Path, num_bytes: int) -> Iterator[Path]:
+def small_disk(folder, num_bytes):
     if os.geteuid():
         pytest.skip("mounting a disk of limited size needs root")
     command = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(folder)]
@@ -225,8 +213,8 @@ def small_disk(folder: Path, num_bytes: int) -> Iterator[Path]:
 
 @pytest.mark.parametrize("world_size", [3])
 def test_a_full_disk_says_how_much_was_wanted_and_what_is_free_and_is_left_as_it_was(
-    tmp_path: Path, world_size: int
-) -> None:
+    tmp_path, world_size
+):
     with small_disk(tmp_path, 800 << 10) as folder:
         results = run_ranks(save_to_a_small_disk, world_size, str(folder))
         assert len({tuple(said) for said in results}) == 1
@@ -239,9 +227,7 @@ def test_a_full_disk_says_how_much_was_wanted_and_what_is_free_and_is_left_as_it
 # ------------------------------------------------------------------------------------------- loads
 
 
-def load_with_each_operation_failing(
-    rank: int, world_size: int, folder: str, victim: int
-) -> tuple[list[str], int]:
+def load_with_each_operation_failing(rank, world_size, folder, victim):
     model, optimizer = build()
     control = engine_of(model).comm.control
     for save, step in (("A", 1), ("B", 2)):
@@ -277,8 +263,8 @@ def load_with_each_operation_failing(
 
 @pytest.mark.parametrize(("world_size", "victim"), [(1, 0), (2, 1), (3, 0)])
 def test_a_read_that_fails_is_told_to_all_and_the_model_runs_again_after_a_good_load(
-    tmp_path: Path, world_size: int, victim: int
-) -> None:
+    tmp_path, world_size, victim
+):
     results = run_ranks(load_with_each_operation_failing, world_size, str(tmp_path), victim)
     assert len({(*said, looked_again) for said, looked_again in results}) == 1
     said, looked_again = results[0]
@@ -293,17 +279,17 @@ def test_a_read_that_fails_is_told_to_all_and_the_model_runs_again_after_a_good_
 class Refused(FaultyFiles):
     """Files that this user may not open: those of step 2 whose name begins so."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name):
         super().__init__(Files())
         self._name = name
 
-    def open(self, path: Path) -> Any:
+    def open(self, path):
         if path.parent.name == step_name(2) and path.name.startswith(self._name):
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
         return super().open(path)
 
 
-def load_what_cannot_be_read(rank: int, world_size: int, folder: str) -> list[str]:
+def load_what_cannot_be_read(rank, world_size, folder):
     model, optimizer = build()
     for save, step in (("A", 1), ("B", 2)):
         stamp(model, optimizer, save)
@@ -325,7 +311,7 @@ def load_what_cannot_be_read(rank: int, world_size: int, folder: str) -> list[st
             assert [str(w.message) for w in warned if "passed over" in str(w.message)] or rank != 0
             skipped += loaded.skipped
     with Checkpoints(folder, model, optimizer, files=Refused("")) as checkpoints:
-        with pytest.warns(UserWarning, match="errno 13") if rank == 0 else nullcontext():
+        with warns_on_rank_0(rank, "errno 13"):
             assert checkpoints.load() is not None
         checkpoints.save(2, wait=True)  # the run comes to the step that it could not read
     assert shardwise.load(folder, model, optimizer).step == 2
@@ -335,8 +321,8 @@ def load_what_cannot_be_read(rank: int, world_size: int, folder: str) -> list[st
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_a_file_that_cannot_be_read_is_damage_and_the_older_checkpoint_is_taken(
-    tmp_path: Path, world_size: int
-) -> None:
+    tmp_path, world_size
+):
     results = run_ranks(load_what_cannot_be_read, world_size, str(tmp_path))
     assert all(skipped == results[0] for skipped in results) and len(results[0]) == 3
     for text, number in zip(results[0], (errno.EIO, errno.EACCES, errno.EACCES), strict=True):
