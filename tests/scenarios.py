@@ -813,16 +813,15 @@ ACCUMULATION = [  # every stage as it does by default, and in the other way
     )
 ]
 BUDGETS = cycle((None, 0, 0, None))  # both with each layout
+# Of one micro-batch and of two: each stage with the other layout.
 STAYS_FULL = [
-    {**options, "units": [nn.Linear], "schedule": Schedule(prefetch_bytes=next(BUDGETS))}
-    for options in LAYOUTS
-    if options["stage"] < 3
+    [
+        {**options, "units": [nn.Linear], "schedule": Schedule(prefetch_bytes=next(BUDGETS))}
+        for options in half
+        if options["stage"] < 3
+    ]
+    for half in HALVES
 ]
-
-
-def skipping_settings(world_size):
-    """One rank skips layers too, but never other ones than its peers."""
-    return STAYS_FULL if world_size > 1 else [STAYS_FULL[n] for n in (0, 3, 4)]
 
 
 def optional_settings(optional):
@@ -837,9 +836,13 @@ def settings_on_meshes(units, world_size):
     return [{"stage": 3, "units": replace(placed, optional=units)}, {"stage": 1, "units": placed}]
 
 
-def windows(name, row):
-    """Return a row with one micro-batch a step, and with two."""
-    return {f"{name}, {n} micro-batches": replace(row, micro_batches=n) for n in (1, 2)}
+def windows(name, row, halves=HALVES):
+    """Return a row with one micro-batch a step, and with two: each stage with the other layout."""
+    settings = halves if row.settings is spread else [row.settings] * 2
+    return {
+        f"{name}, {n} micro-batches": replace(row, micro_batches=n, settings=half)
+        for n, half in zip((1, 2), settings, strict=True)
+    }
 
 
 odd = partial(Scenario, OddModel, loss=zero.next_byte_loss, batch=token_batch)
@@ -1007,7 +1010,8 @@ SCENARIOS = {
     ),
     **windows(
         "ranks skip different layers at stages 0 to 2",
-        dropped(Dropped, (1, 3), skipping_settings, optimizer=sgd),
+        dropped(Dropped, (1, 3), optimizer=sgd),
+        STAYS_FULL,
     ),
     **windows(
         "ranks skip different optional layers at stage 3",
