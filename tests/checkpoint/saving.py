@@ -219,6 +219,14 @@ def flip(path, at=-1):
     path.write_bytes(data)
 
 
+def same_on_all_ranks(value):
+    """Return a value that every rank has, having seen that it does."""
+    of_all = [None] * dist.get_world_size()
+    dist.all_gather_object(of_all, value)
+    assert of_all == [value] * len(of_all)
+    return value
+
+
 def warns_on_rank_0(rank, match):
     """Expect a warning on rank 0 alone."""
     return pytest.warns(UserWarning, match=match) if rank == 0 else nullcontext()
