@@ -29,7 +29,7 @@ from inner import (
     take_lock,
 )
 from ranks import on_ranks, run_ranks, start_ranks
-from saving import flip, warns_on_rank_0
+from saving import warns_on_rank_0
 from shardwise.comm.control import SoloControl
 from shardwise.errors import CheckpointError, ConfigError
 from stamped import build, count, stamp
@@ -211,34 +211,6 @@ def test_a_run_keeps_its_last_two_and_every_fifth_of_what_it_saved_or_goes_on_fr
 def train_one_pass(model, optimizer):
     model(torch.zeros(1, 13)).sum().backward()
     optimizer.zero_grad()
-
-
-@on_ranks(1, 2)
-def test_a_run_that_went_on_behind_damaged_steps_can_save_them_again(rank, tmp_path):
-    """Steps 3 and 4 are damaged; training goes on from 2 and comes to 3 and 4 again."""
-    model, optimizer = build()
-    root = Path(tmp_path)
-    with Checkpoints(root, model, optimizer) as checkpoints:
-        for step, save in enumerate("ABCD", 1):
-            stamp(model, optimizer, save)
-            checkpoints.save(step, wait=True)
-    if rank == 0:
-        for step in (3, 4):
-            flip(root / step_name(step) / "rank00000-0.safetensors")
-    dist.barrier()
-    with Checkpoints(root, model, optimizer, keep_last=2) as checkpoints:
-        with warns_on_rank_0(rank, "is damaged"):
-            loaded = checkpoints.load()
-        assert loaded is not None and loaded.step == 2 and len(loaded.skipped) == 2
-        for step, save in ((3, "E"), (4, "F")):
-            stamp(model, optimizer, save)
-            checkpoints.save(step, wait=True)
-        again = checkpoints.load()
-        assert again is not None and again.step == 4 and not again.skipped
-        assert set(count(model, optimizer, "DF")) == {"F"}
-        with pytest.raises(CheckpointError, match="exists already"):  # a good one is not replaced
-            checkpoints.save(4, wait=True)
-    assert steps_in(Files(), root) == [4, 3]
 
 
 @on_ranks(1)
