@@ -316,20 +316,29 @@ def test_accelerates_deepspeed_file_brings_optimizer_and_schedule(tmp_path):
     assert report.auto.keys() == {"bf16.enabled", "optimizer.params.weight_decay"}
 
 
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [
-        (
-            "deepspeed_config:\n  zero_stage: 3\n  offload_param_device: nvme\n",
-            "nvme needs a folder; add deepspeed_config.offload_param_nvme_path",
-        ),
-        ("mixed_precision: fp8\n", "fp8 is not supported"),
-        ("fsdp_config:\n  fsdp_sharding_stratgy: x\n", "did you mean 'fsdp_sharding_strategy'"),
-        ("deepspeed_config:\n  gradient_clipping: lots\n", "expected a number of 0 or more"),
-    ],
-)
-def test_what_accelerate_asks_and_we_have_not_is_refused(tmp_path, text, named):
-    path = write(tmp_path, "distributed_type: FSDP\n" + text, "accelerate.yaml")
+WRONG = [
+    ("distributed_typ: FSDP", "did you mean 'distributed_type'"),
+    ("distributed_type: TPUS", "expected one of"),
+    ("num_processes: 0", "expected a whole number, 1 to"),
+    ("mixed_precision: fp8", "fp8 is not supported"),
+    ("fsdp_config: {fsdp_sharding_stratgy: x}", "did you mean 'fsdp_sharding_strategy'"),
+    ("fsdp_config: {fsdp_sharding_strategy: FULL_SHRD}", "did you mean 'FULL_SHARD'"),
+    ("fsdp_config: {fsdp_offload_params: maybe}", "_params: expected one of TRUE, FALSE"),
+    ("fsdp_config: {fsdp_activation_checkpointing: 1}", "fsdp_activation_checkpointing"),
+    ("parallelism_config: {parallelism_config_dp_size: 1}", "did you mean"),
+    ("deepspeed_config: {zero_stage: 7}", "expected 0, 1, 2 or 3"),
+    ("deepspeed_config: {gradient_clipping: lots}", "expected a number of 0 or more"),
+    ("deepspeed_config: {zero_stage: 3, offload_param_device: nvme}", r"add \S+_param_nvme_path"),
+    (
+        "{gradient_accumulation_steps: 8, deepspeed_config: {gradient_accumulation_steps: 4}}",
+        "got 4 here and accumulation=8 in another",
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "named"), WRONG)
+def test_a_wrong_key_of_an_accelerate_file_is_named_with_the_file(tmp_path, text, named):
+    path = write(tmp_path, text, "accelerate.yaml")
     with pytest.raises(ConfigError, match=named) as caught:
         read_accelerate_keys(path)
     assert str(path) in str(caught.value)
