@@ -235,7 +235,9 @@ class Tied(nn.Module):
         return self.second(self.first(x)) * self.scale[0]
 
 
-def save_whole_model(rank, world_size, folder, how):
+@pytest.mark.parametrize("how", [{"stage": 3}, BY_CALLS])
+@on_ranks(2)
+def test_save_model_writes_the_whole_model_in_accelerates_files(rank, world_size, tmp_path, how):
     with launched(rank, world_size):
         accelerator = ours.Accelerator(cpu=True)
         torch.manual_seed(0)
@@ -248,18 +250,13 @@ def save_whole_model(rank, world_size, folder, how):
             assert state["first.weight"].data_ptr() == state["second.weight"].data_ptr()
         else:
             assert state == {}
-        accelerator.save_model(model, folder, max_shard_size=150)
+        accelerator.save_model(model, str(tmp_path), max_shard_size=150)
         accelerator.wait_for_everyone()
+        assert len(list(tmp_path.glob("*.safetensors"))) == 2
         torch.manual_seed(5)
         other = Tied()
-        accelerate.load_checkpoint_in_model(other, folder)
+        accelerate.load_checkpoint_in_model(other, str(tmp_path))
         assert_same_bits(other.state_dict(), expected)
-
-
-@pytest.mark.parametrize("how", [{"stage": 3}, BY_CALLS])
-def test_save_model_writes_the_whole_model_in_accelerates_files(tmp_path, how):
-    run_ranks(save_whole_model, 2, str(tmp_path), how)
-    assert len(list(tmp_path.glob("*.safetensors"))) == 2
 
 
 @on_ranks(2)
