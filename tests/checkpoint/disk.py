@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
-from checkpoint.inner import Entry, Reader
+from checkpoint.inner import Entry, Files, Reader
 from ranks import HANG_S
 from shardwise.errors import CollectiveError, DamagedCheckpoint
 
@@ -69,6 +69,15 @@ class Fault:
     lasting: bool = False
 
 
+def _counted(op):
+    """Return a method that counts an operation, and does it on the files inside."""
+
+    def method(self, path, *more):
+        return self.do(op, path, lambda: getattr(self.inner, op)(path, *more))
+
+    return method
+
+
 class FaultyFiles:
     """Files of one rank: count the operations, and fail or die at the chosen ones.
 
@@ -84,38 +93,16 @@ class FaultyFiles:
         self._before = before
         self._handles = []  # open files and locks
 
-    def make_folder(self, path):
-        self.do("make_folder", path, lambda: self.inner.make_folder(path))
-
-    def make_folders(self, path):
-        self.do("make_folders", path, lambda: self.inner.make_folders(path))
+    make_folder, make_folders, list = map(_counted, ("make_folder", "make_folders", "list"))
+    remove_file, remove_folder = map(_counted, ("remove_file", "remove_folder"))
+    rename, exchange = map(_counted, ("rename", "exchange"))
+    sync_folder, free_bytes = map(_counted, ("sync_folder", "free_bytes"))
 
     def create(self, path):
         return _FaultyWriter(self, path, self.do("create", path, lambda: self.inner.create(path)))
 
     def open(self, path):
         return _FaultyReader(self, path, self.do("open", path, lambda: self.inner.open(path)))
-
-    def sync_folder(self, path):
-        self.do("sync_folder", path, lambda: self.inner.sync_folder(path))
-
-    def rename(self, source, target):
-        self.do("rename", source, lambda: self.inner.rename(source, target))
-
-    def exchange(self, a, b):
-        self.do("exchange", a, lambda: self.inner.exchange(a, b))
-
-    def list(self, path):
-        return self.do("list", path, lambda: self.inner.list(path))
-
-    def remove_file(self, path):
-        self.do("remove_file", path, lambda: self.inner.remove_file(path))
-
-    def remove_folder(self, path):
-        self.do("remove_folder", path, lambda: self.inner.remove_folder(path))
-
-    def free_bytes(self, path):
-        return self.do("free_bytes", path, lambda: self.inner.free_bytes(path))
 
     def lock(self, path, shared=False):
         lock = self.do("lock", path, lambda: self.inner.lock(path, shared))
@@ -217,6 +204,24 @@ class _FaultyLock(_FaultyHandle):
         if not (self._closed or self._files.dead):
             self._closed = True
             self._files.do("release", self._path, self._inner.release)
+
+
+class Watched(Files):
+    """Files that write down what is read of them."""
+
+    def __init__(self):
+        self.reads = {}
+
+    def open(self, path):
+        reads, reader = self.reads.setdefault(path.name, []), super().open(path)
+        inner = reader.read_into
+
+        def read_into(offset, buffer):
+            reads.append((offset, offset + buffer.nbytes))
+            inner(offset, buffer)
+
+        reader.read_into = read_into
+        return reader
 
 
 # --------------------------------------------------------------------------------- simulated disk
@@ -683,7 +688,7 @@ class Lockstep:
         self._results = {}
         self._dead = set()
         self._calls = defaultdict(dict)
-        self._num_calls = Counter()
+        self.num_calls = Counter()
         self._waits = {}  # rank: (call, for which ranks)
         self._stop = None
         self._mistake = ""
@@ -709,8 +714,8 @@ class Lockstep:
         dying = sys.exception()
         if isinstance(dying, _DYING):
             raise dying  # a dead process says nothing, whatever its clean-up code asks for
-        call = self._num_calls[rank]
-        self._num_calls[rank] += 1
+        call = self.num_calls[rank]
+        self.num_calls[rank] += 1
         self._calls[call][rank] = (kind, row)
         needed = self._ranks if kind == "exchange" else [int(kind.split()[1])]
         self._waits[rank] = (call, needed)

@@ -3,9 +3,11 @@
 The truth about a saved run is taken by gathering the slices, never from the checkpoint.
 """
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import product
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -208,6 +210,18 @@ def same(a, b):
 def bits(tensor):
     """Return the bytes of a tensor."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def flip(path, at=-1):
+    """Flip a bit of one byte of a file, by default of the last one, which is a tensor's."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def warns_on_rank_0(rank, match):
+    """Expect a warning on rank 0 alone."""
+    return pytest.warns(UserWarning, match=match) if rank == 0 else nullcontext()
 
 
 def state_folder(root, setting):

@@ -28,8 +28,11 @@ class Net(nn.Module):
         return self.head(x) * self.scale
 
 
-def build(stage=3, layout="rows", width=13, depth=2, mesh=None):
-    """Shard a model and give its optimizer state, as a step would; no backward pass is run."""
+def build(stage=3, layout="rows", width=13, depth=2, mesh=None, save=None):
+    """Shard a model and give its optimizer state, as a step would; no backward pass is run.
+
+    With ``save``, every element is one of that save.
+    """
     # A scalar cannot be cut by rows over ranks that own less than one row: some ranks own nothing.
     model = shard(Net(width, depth), stage=stage, layout=layout, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -39,6 +42,8 @@ def build(stage=3, layout="rows", width=13, depth=2, mesh=None):
             "exp_avg": torch.zeros_like(param),
             "exp_avg_sq": torch.zeros_like(param),
         }
+    if save is not None:
+        stamp(model, optimizer, save)
     return model, optimizer
 
 

@@ -1,69 +1,14 @@
 """Work on all ranks at once: all succeed, or all raise one error naming the first failing rank."""
 
 import errno
-import threading
 from pathlib import Path
 
 import pytest
 
-from disk import os_error
+from disk import Lockstep, os_error
 from inner import explain, on_all_ranks, rows_of_all_ranks
-from ranks import HANG_S
 from shardwise.comm.control import SoloControl
 from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint, StateError
-
-
-class Threads:
-    """Ranks as threads that exchange; counts the exchanges."""
-
-    def __init__(self, num_ranks):
-        self.num_ranks = num_ranks
-        self.num_exchanges = 0
-        self._rows = [b""] * num_ranks
-        self._barrier = threading.Barrier(num_ranks, timeout=HANG_S)
-
-    def run(self, call):
-        """Return what each rank's call returned, or the error that it raised."""
-        found = [None] * self.num_ranks
-
-        def body(rank):
-            try:
-                found[rank] = call(_Rank(self, rank))
-            except Exception as error:
-                found[rank] = error
-
-        threads = [threading.Thread(target=body, args=(r,)) for r in range(self.num_ranks)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return found
-
-    def exchange(self, rank, row):
-        self._rows[rank] = row
-        if self._barrier.wait() == 0:
-            self.num_exchanges += 1
-        rows = list(self._rows)
-        self._barrier.wait()
-        assert len({len(r) for r in rows}) == 1
-        return rows
-
-
-class _Rank:
-    def __init__(self, threads, rank):
-        self._threads = threads
-        self.rank = rank
-        self.num_ranks = threads.num_ranks
-        self.members = range(threads.num_ranks)
-
-    def exchange(self, row, about=""):
-        return self._threads.exchange(self.rank, row)
-
-    def exchange_after(self, work, row_bytes):
-        return self.exchange(work())
-
-    def broadcast(self, data, source=0):
-        raise AssertionError("nothing is broadcast")
 
 
 def failing(**errors):
@@ -83,22 +28,22 @@ def failing(**errors):
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_rows_come_back_in_rank_order_with_one_exchange(num_ranks):
-    ranks = Threads(num_ranks)
+    ranks = Lockstep()
     rows = [bytes([rank, 7]) for rank in range(num_ranks)]
-    assert ranks.run(failing()) == [rows] * num_ranks
-    assert ranks.num_exchanges == 1
+    assert ranks.run(num_ranks, failing()) == [rows] * num_ranks
+    assert set(ranks.num_calls.values()) == {1}
 
 
 def test_the_result_of_the_work_comes_back_on_its_own_rank():
-    assert Threads(2).run(lambda control: on_all_ranks(control, lambda: control.rank)) == [0, 1]
+    assert Lockstep().run(2, lambda control: on_all_ranks(control, lambda: control.rank)) == [0, 1]
 
 
 def test_one_failure_is_the_same_error_on_every_rank_with_a_second_exchange():
-    ranks = Threads(3)
-    found = ranks.run(failing(r1=CheckpointError("the disk is on fire")))
+    ranks = Lockstep()
+    found = ranks.run(3, failing(r1=CheckpointError("the disk is on fire")))
     assert [type(error) for error in found] == [CheckpointError] * 3
     assert {str(error) for error in found} == {"rank 1: the disk is on fire"}
-    assert ranks.num_exchanges == 2
+    assert set(ranks.num_calls.values()) == {2}
 
 
 @pytest.mark.parametrize(
@@ -115,18 +60,18 @@ def test_one_failure_is_the_same_error_on_every_rank_with_a_second_exchange():
     ],
 )
 def test_the_first_failing_rank_is_named_and_the_others_are_counted(errors, text):
-    assert {str(error) for error in Threads(4).run(failing(**errors))} == {text}
+    assert {str(error) for error in Lockstep().run(4, failing(**errors))} == {text}
 
 
 @pytest.mark.parametrize("kind", [CheckpointError, DamagedCheckpoint, ConfigError, StateError])
 def test_the_kind_of_the_first_error_is_kept_on_every_rank(kind):
-    found = Threads(3).run(failing(r1=kind("a"), r2=OSError("b")))
+    found = Lockstep().run(3, failing(r1=kind("a"), r2=OSError("b")))
     assert [type(error) for error in found] == [kind] * 3
     assert isinstance(found[1].__cause__, kind) and found[0].__cause__ is None
 
 
 def test_an_error_of_another_kind_becomes_a_checkpoint_error():
-    found = Threads(2).run(failing(r0=KeyError("a")))
+    found = Lockstep().run(2, failing(r0=KeyError("a")))
     assert [type(error) for error in found] == [CheckpointError] * 2
     assert str(found[1]) == "rank 0: KeyError: 'a'"
 
@@ -138,7 +83,7 @@ def test_one_rank_alone_is_not_numbered():
 
 @pytest.mark.parametrize("text", ["é" * 2000, "x" * 1023 + "é", "a\0b", ""])
 def test_a_text_of_any_length_is_the_same_on_all_ranks(text):
-    found = Threads(2).run(failing(r1=CheckpointError(text)))
+    found = Lockstep().run(2, failing(r1=CheckpointError(text)))
     assert str(found[0]) == str(found[1])
     assert text.startswith(str(found[0]).removeprefix("rank 1: ")[:400])
     assert len(str(found[0]).encode()) < 1100

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import shardwise
 from inner import Files, step_name, verify
 from ranks import run_ranks
+from saving import flip
 from shardwise.engine.api import engine_of
 from shardwise.errors import CheckpointError, DamagedCheckpoint, StateError
 from stamped import build, count, stamp
@@ -299,10 +300,7 @@ def load_when_all_are_damaged(rank, world_size, folder):
         shardwise.save(folder, model, optimizer, step=step)
     if rank == 0:
         for step in (1, 2):
-            path = Path(folder, step_name(step), "rank00002-0.safetensors")
-            data = bytearray(path.read_bytes())
-            data[-1] ^= 1
-            path.write_bytes(data)
+            flip(Path(folder, step_name(step), "rank00002-0.safetensors"))
     dist.barrier()
     _, text, warned = load_caught(folder, model, optimizer)
     assert refuses_to_run(model)
@@ -334,14 +332,12 @@ def test_damage_that_a_smaller_world_meets_is_found_by_whoever_reads_it(tmp_path
 
 
 def save_once(rank, world_size, folder):
-    model, optimizer = build(3, "flat")
-    stamp(model, optimizer, "A")
+    model, optimizer = build(3, "flat", save="A")
     shardwise.save(folder, model, optimizer, step=1)
 
 
 def load_once(rank, world_size, folder):
-    model, optimizer = build(3, "rows")
-    stamp(model, optimizer, "Z")
+    model, optimizer = build(3, "rows", save="Z")
     loaded, text, _ = load_caught(folder, model, optimizer, step=1)
     assert loaded is None or set(count(model, optimizer)) == {"A"}
     return text

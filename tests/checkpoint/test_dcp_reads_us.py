@@ -19,9 +19,9 @@ from ranks import run_ranks
 from saving import Net, Setting, build, differences, take_step, truth_of
 
 
-def save_and_tell(rank, world_size, setting, folder):
+def save_and_tell(rank, world_size, setting, folder, make_model=Net):
     """Save; return all that stock torch should find, by its key: full tensors, gathered."""
-    run = build(setting)
+    run = build(setting, make_model=make_model)
     for step in range(2):
         take_step(run, step)
     shardwise.save(folder, run.model, run.optimizer, extra={"mine": torch.arange(3) + rank})
@@ -61,7 +61,7 @@ SAVED = [
 
 
 @pytest.mark.parametrize("setting", SAVED, ids=str)
-def test_stock_dcp_reads_every_tensor_whole(tmp_path, setting):
+def test_stock_dcp_and_safetensors_read_every_tensor_whole(tmp_path, setting):
     expected = run_ranks(save_and_tell, setting.num_ranks, setting, tmp_path / "c")[0]
     assert {"few", "cells.0.gain", "optim.state.few.exp_avg", "optim.state.few.step"} <= set(
         expected
@@ -69,6 +69,17 @@ def test_stock_dcp_reads_every_tensor_whole(tmp_path, setting):
     found = {key: torch.full_like(value, 3) for key, value in expected.items()}
     dcp_load(found, tmp_path / "c", no_dist=True)
     assert not differences(found, expected)
+    flat = {}
+    for path in sorted((tmp_path / "c").glob("*.safetensors")):
+        with safe_open(str(path), framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 - it is no mapping
+                flat.setdefault(key, []).append(file.get_tensor(key))
+    for rank in range(setting.num_ranks):  # what is a rank's own carries its number
+        (own,) = (parts for key, parts in flat.items() if key.startswith(f"rank{rank:05d}.extra"))
+        assert torch.equal(own[0], torch.arange(3) + rank)
+    for key, value in expected.items():  # ranks, and the boxes of each, are in order
+        joined = torch.cat([part.reshape(-1) for part in flat[key]])
+        assert torch.equal(joined, value.reshape(-1)), key
 
 
 class Stock(Net):
@@ -78,14 +89,6 @@ class Stock(Net):
         super().__init__()
         for cell in self.cells:
             cell.gain = nn.Parameter(torch.ones(1))
-
-
-def save_stock(rank, world_size, setting, folder):
-    run = build(setting, make_model=Stock)
-    for step in range(2):
-        take_step(run, step)
-    shardwise.save(folder, run.model, run.optimizer)
-    return keys_of(truth_of(run))
 
 
 def load_into_fsdp2(rank, world_size, folders, expected):
@@ -119,21 +122,6 @@ def test_stock_dcp_reshards_into_an_fsdp2_model(tmp_path, size):
     folders, expected = [], []
     for layout in ("rows", "flat"):
         folders.append(tmp_path / layout)
-        expected.append(run_ranks(save_stock, size, Setting(size, 3, layout), folders[-1])[0])
+        setting = Setting(size, 3, layout)
+        expected.append(run_ranks(save_and_tell, size, setting, folders[-1], Stock)[0])
     assert run_ranks(load_into_fsdp2, 2, folders, expected) == [[], []]
-
-
-@pytest.mark.parametrize("setting", SAVED[-3:], ids=str)
-def test_safetensors_reads_each_file_and_together_they_are_the_tensors(tmp_path, setting):
-    expected = run_ranks(save_and_tell, setting.num_ranks, setting, tmp_path / "c")[0]
-    flat = {}
-    for path in sorted((tmp_path / "c").glob("*.safetensors")):
-        with safe_open(str(path), framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118 - it is no mapping
-                flat.setdefault(key, []).append((path.name, file.get_tensor(key)))
-    for rank in range(setting.num_ranks):  # what is a rank's own carries its number
-        (own,) = (parts for key, parts in flat.items() if key.startswith(f"rank{rank:05d}.extra"))
-        assert torch.equal(own[0][1], torch.arange(3) + rank)
-    for key, value in expected.items():  # ranks, and the boxes of each, are in order
-        joined = torch.cat([part.reshape(-1) for _, part in flat[key]])
-        assert torch.equal(joined, value.reshape(-1)), key

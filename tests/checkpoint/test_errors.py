@@ -9,7 +9,7 @@ import os
 import resource
 import subprocess
 import warnings
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -29,6 +29,7 @@ from inner import (
     write_checkpoint,
 )
 from ranks import run_ranks
+from saving import warns_on_rank_0
 from shardwise.engine.api import engine_of
 from shardwise.errors import CheckpointError, StateError
 from stamped import build, count, stamp
@@ -144,8 +145,7 @@ def files_no_longer_than(num_bytes):
 
 
 def save_where_one_rank_cannot(rank, world_size, folder, victim):
-    model, optimizer = build(width=40)
-    stamp(model, optimizer, "A")
+    model, optimizer = build(width=40, save="A")
     shardwise.save(folder, model, optimizer, step=1)
     stamp(model, optimizer, "B")
     limit = 5_000 if rank == victim else 1 << 30
@@ -184,8 +184,7 @@ def test_one_rank_that_cannot_write_is_named_to_all_and_the_next_save_works(tmp_
 
 
 def save_to_a_small_disk(rank, world_size, folder):
-    model, optimizer = build(width=150)  # 0.55 MB
-    stamp(model, optimizer, "A")
+    model, optimizer = build(width=150, save="A")  # 0.55 MB
     shardwise.save(folder, model, optimizer, step=1)
     stamp(model, optimizer, "B")
     text = raised(lambda: shardwise.save(folder, model, optimizer, step=2))
@@ -312,7 +311,7 @@ def load_what_cannot_be_read(rank, world_size, folder):
             assert [str(w.message) for w in warned if "passed over" in str(w.message)] or rank != 0
             skipped += loaded.skipped
     with Checkpoints(folder, model, optimizer, files=Refused("")) as checkpoints:
-        with pytest.warns(UserWarning, match="errno 13") if rank == 0 else nullcontext():
+        with warns_on_rank_0(rank, "errno 13"):
             assert checkpoints.load() is not None
         checkpoints.save(2, wait=True)  # the run comes to the step that it could not read
     assert shardwise.load(folder, model, optimizer).step == 2

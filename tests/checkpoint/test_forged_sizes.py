@@ -17,7 +17,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from inner import decode, digest_of, parse_index
+from hostile import sealed
+from inner import decode, parse_index
 from shardwise import strict_json
 from shardwise.checkpoint import container, manifest
 from shardwise.convert import unpickle
@@ -57,9 +58,9 @@ def index_of(item, num_bytes):
     values = b"[" + b",".join([item] * (num_bytes // (len(item) + 1))) + b"]"
     body = (
         b'{"format":1,"run":"a","step":1,"rank":0,"files":[],"boxes":[],"own":[],'
-        b'"values":{"extra":' + values + b"}"
+        b'"values":{"extra":' + values + b"}}"
     )
-    return body + b',"digest":"' + digest_of(body).encode() + b'"}\n'
+    return sealed(body)
 
 
 def read_index(data):

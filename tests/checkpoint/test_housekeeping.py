@@ -29,6 +29,7 @@ from inner import (
     take_lock,
 )
 from ranks import on_ranks, run_ranks, start_ranks
+from saving import flip, warns_on_rank_0
 from shardwise.comm.control import SoloControl
 from shardwise.errors import CheckpointError, ConfigError
 from stamped import build, count, stamp
@@ -175,8 +176,7 @@ def test_a_leftover_that_cannot_be_removed_is_reported_as_kept():
 
 @on_ranks(1, 3)
 def test_a_run_keeps_its_last_two_and_every_fifth_of_what_it_saved_or_goes_on_from(rank, tmp_path):
-    model, optimizer = build()
-    stamp(model, optimizer, "A")
+    model, optimizer = build(save="A")
     shardwise.save(tmp_path, model, optimizer, step=1)
     model, optimizer = build()
     loaded = shardwise.load(
@@ -196,8 +196,7 @@ def test_a_run_keeps_its_last_two_and_every_fifth_of_what_it_saved_or_goes_on_fr
     assert shardwise.load(tmp_path, model, optimizer).step == 8
     assert set(count(model, optimizer, "GH")) == {"H"}
     shardwise.load(tmp_path, model, optimizer, step=5)
-    warned = pytest.warns(UserWarning, match="from step 5") if rank == 0 else _nothing()
-    with Checkpoints(tmp_path, model, optimizer), warned:
+    with Checkpoints(tmp_path, model, optimizer), warns_on_rank_0(rank, "from step 5"):
         train_one_pass(model, optimizer)
     with Checkpoints(tmp_path, model, optimizer) as checkpoints:
         shardwise.load(tmp_path, model, optimizer)
@@ -225,11 +224,10 @@ def test_a_run_that_went_on_behind_damaged_steps_can_save_them_again(rank, tmp_p
             checkpoints.save(step, wait=True)
     if rank == 0:
         for step in (3, 4):
-            path = root / step_name(step) / "rank00000-0.safetensors"
-            path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
+            flip(root / step_name(step) / "rank00000-0.safetensors")
     dist.barrier()
     with Checkpoints(root, model, optimizer, keep_last=2) as checkpoints:
-        with pytest.warns(UserWarning, match="is damaged") if rank == 0 else _nothing():
+        with warns_on_rank_0(rank, "is damaged"):
             loaded = checkpoints.load()
         assert loaded is not None and loaded.step == 2 and len(loaded.skipped) == 2
         for step, save in ((3, "E"), (4, "F")):
@@ -243,20 +241,12 @@ def test_a_run_that_went_on_behind_damaged_steps_can_save_them_again(rank, tmp_p
     assert steps_in(Files(), root) == [4, 3]
 
 
-class _nothing:  # noqa: N801
-    def __enter__(self): ...
-    def __exit__(self, *error): ...
-
-
+@on_ranks(1)
 def test_numbers_of_checkpoints_to_keep_are_checked(tmp_path):
-    run_ranks(_refuse_numbers, 1, str(tmp_path))
-
-
-def _refuse_numbers(rank, world_size, folder):
     model, optimizer = build()
     for wrong in ({"keep_last": 0}, {"keep_every": -1}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
-            Checkpoints(folder, model, optimizer, **wrong)
+            Checkpoints(tmp_path, model, optimizer, **wrong)
 
 
 # ---------------------------------------------------------------------------------- who may write

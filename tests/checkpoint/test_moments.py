@@ -2,7 +2,6 @@
 
 import itertools
 import threading
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ import shardwise
 from disk import Fault, FaultyFiles
 from inner import Files, step_name, steps_in
 from ranks import HANG_S, on_ranks, run_ranks
+from saving import warns_on_rank_0
 from shardwise.engine.api import engine_of
 from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint, StateError
 from stamped import build, count, stamp
@@ -170,7 +170,7 @@ def test_a_rotation_that_fails_is_warned_of_and_the_save_counts(rank, tmp_path):
     files = Failing(Files())
     with shardwise.Checkpoints(tmp_path, model, optimizer, keep_last=1, files=files) as checkpoints:
         checkpoints.save(1, wait=True)
-        with pytest.warns(UserWarning, match="stay") if rank == 0 else nullcontext():
+        with warns_on_rank_0(rank, "stay"):
             checkpoints.save(2, wait=True)
         checkpoints.save(3, wait=True)
     dist.barrier()  # rank 0 removes behind the others' backs

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from typer.testing import CliRunner
 
-from disk import SimulatedDisk
+from disk import SimulatedDisk, Watched
 from hostile import sealed
 from inner import (
     CHUNK_BYTES,
@@ -32,7 +32,7 @@ from inner import (
     unseal,
     verify,
 )
-from saving import bits
+from saving import bits, flip
 from shardwise.cli.main import app
 from shardwise.convert.export import export_huggingface
 from shardwise.errors import CheckpointError, DamagedCheckpoint
@@ -134,24 +134,6 @@ def test_a_checkpoint_of_one_mesh_is_written_to_the_byte_as_before_there_were_pi
     assert digest.hexdigest() == known
 
 
-class Watching(Files):
-    """Files that note the size of each read."""
-
-    def __init__(self):
-        self.reads = []
-
-    def open(self, path):
-        reader, reads = super().open(path), self.reads
-        read_into = reader.read_into
-
-        def watched(offset, buffer):
-            reads.append(len(buffer))
-            read_into(offset, buffer)
-
-        reader.read_into = watched
-        return reader
-
-
 def test_other_pieces_are_read_chunk_by_chunk_and_each_chunk_once(tmp_path):
     shape = (1400, 1300)  # pieces of several chunks, whose rows end inside chunks
     saved_as, wanted = grid(shape, [[700], [500]]), grid(shape, [[900], [300, 1000]])
@@ -160,31 +142,32 @@ def test_other_pieces_are_read_chunk_by_chunk_and_each_chunk_once(tmp_path):
     world = World(4, (Unit(shape, torch.float32, "flat", cells),))
     results = save_world(Files(), tmp_path / "c", tables(world))
     assert all(isinstance(result, Written) for result in results), results
-    truth, files = world.truth["u0.a"], Watching()
+    truth, files = world.truth["u0.a"], Watched()
     with closing(Checkpoint(files, tmp_path / "c")) as source:
         info = next(i for i in source.tensors if i.key == "u0.a")
         for rank in range(4):
             source.index_of(rank)
         for region in (*wanted, full_region(shape)):
-            files.reads.clear()
+            for reads in files.reads.values():
+                reads.clear()
             found = source.read(info, 0, region.numel, region)
             assert same(found, truth[slices(region)])
             touched = sum(
                 -(-piece.numel * 4 // CHUNK_BYTES) for piece in saved_as if piece.common(region)
             )
             # The first row, the middle and the last row of a range of several rows are one chunk.
-            assert max(files.reads) <= CHUNK_BYTES and len(files.reads) <= touched
-        assert sum(files.reads) == truth.nbytes
+            sizes = [hi - lo for reads in files.reads.values() for lo, hi in reads]
+            assert max(sizes) <= CHUNK_BYTES and len(sizes) <= touched
+        assert sum(sizes) == truth.nbytes
 
 
 def test_damage_in_a_piece_is_found_by_who_reads_it_and_by_no_other(tmp_path):
     folder = tmp_path / "c"
     save_world(Files(), folder, tables())
     path = folder / "rank00002-0.safetensors"
-    data = bytearray(path.read_bytes())
+    data = path.read_bytes()
     begin = 8 + int.from_bytes(data[:8], "little")
-    data[begin + json.loads(data[8:begin])["u0.a"]["data_offsets"][0]] ^= 4
-    path.write_bytes(data)
+    flip(path, begin + json.loads(data[8:begin])["u0.a"]["data_offsets"][0])
     found = verify(Files(), folder)
     assert {finding.tensor for finding in found.findings} == {"u0.a"}, found.findings
     with closing(Checkpoint(Files(), folder)) as source:

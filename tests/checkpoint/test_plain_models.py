@@ -13,6 +13,7 @@ from saving import (
     adamw,
     build,
     differences,
+    flip,
     full,
     take_step,
     tokens_of,
@@ -56,12 +57,6 @@ def save(rank, world_size, folder, setting):
         shardwise.save(folder, run.model, run.optimizer, step=step, extra=run.extra)
         truths.append(truth_of(run))
     return tuple(truths)
-
-
-def flip(path):
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
 
 
 @pytest.mark.parametrize("setting", [Setting(1, 2), Setting(3, 3, "flat")], ids=str)

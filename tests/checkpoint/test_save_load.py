@@ -2,7 +2,6 @@
 
 import random
 import warnings
-from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
@@ -20,9 +19,11 @@ from saving import (
     adamw,
     build,
     differences,
+    flip,
     full,
     take_step,
     truth_of,
+    warns_on_rank_0,
 )
 from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint, StateError
 
@@ -196,11 +197,6 @@ def test_ranks_with_other_tensors_to_save_are_told(rank, world_size, tmp_path):
 # ------------------------------------------------------------------------ what is loaded, and how
 
 
-def partly(rank):
-    """Expect the warning that not all was loaded, where it is given."""
-    return pytest.warns(UserWarning, match="in part") if rank == 0 else nullcontext()
-
-
 @on_ranks(*SIZES)
 def test_without_strict_what_both_have_is_loaded(rank, world_size, tmp_path):
     run, path = build(Setting(world_size)), tmp_path / "c"
@@ -209,7 +205,7 @@ def test_without_strict_what_both_have_is_loaded(rank, world_size, tmp_path):
     other = build(Setting(world_size), seed=3, make_model=More)
     steps(other, 1)
     before, saved = truth_of(other), truth_of(run)
-    with partly(rank):
+    with warns_on_rank_0(rank, "in part"):
         loaded = shardwise.load(path, other.model, other.optimizer, strict=False)
     assert loaded.missing and not loaded.unexpected
     after = truth_of(other)
@@ -219,7 +215,7 @@ def test_without_strict_what_both_have_is_loaded(rank, world_size, tmp_path):
     problems += differences(shared, {key: saved[key] for key in shared})
     steps(other, 2)
     shardwise.save(tmp_path / "more", other.model, other.optimizer)
-    with partly(rank):
+    with warns_on_rank_0(rank, "in part"):
         loaded = shardwise.load(tmp_path / "more", run.model, run.optimizer, strict=False)
     assert loaded.unexpected and not loaded.missing
     problems += differences(
@@ -585,10 +581,7 @@ def test_a_broken_load_stops_training_until_a_good_one(rank, world_size, tmp_pat
         shardwise.save(tmp_path / name, run.model, run.optimizer, extra=run.extra)
     truth = truth_of(run)
     if rank == 0:
-        file = tmp_path / "bad" / f"rank{world_size - 1:05d}-0.safetensors"
-        data = bytearray(file.read_bytes())
-        data[-3] ^= 1
-        file.write_bytes(data)
+        flip(tmp_path / "bad" / f"rank{world_size - 1:05d}-0.safetensors", -3)
     dist.barrier()
     other = build(Setting(world_size), seed=3)
     tokens = torch.ones(2, 3, dtype=torch.int64)

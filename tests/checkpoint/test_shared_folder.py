@@ -7,6 +7,7 @@ import signal
 import time
 import warnings
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,7 @@ from inner import (
     temporary,
 )
 from ranks import HANG_S, on_ranks, run_ranks, start_ranks
+from saving import flip
 from shardwise.comm.control import SoloControl
 from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint
 from stamped import build, count, stamp
@@ -49,8 +51,7 @@ def hidden(folder):
 
 
 def save_many(rank, world_size, folder, name, number):
-    model, optimizer = build()
-    stamp(model, optimizer, "A")
+    model, optimizer = build(save="A")
     failures = []
     for n in range(number):
         try:
@@ -234,13 +235,13 @@ def things_in(folder):
     return sorted(str(p.relative_to(folder)) for p in folder.rglob("*"))
 
 
-THINGS = ["eval.json", "link", "plots", "plots/a.png"]
-
-
-def rotate_and_replace(rank, world_size, root):
-    model, optimizer = build()
-    stamp(model, optimizer, "A")
-    folder, best, told = Path(root, "run"), Path(root, "best"), []
+@on_ranks(1, 3)
+def test_files_that_are_none_of_ours_stay_and_are_told_of_when_their_checkpoint_goes(
+    rank, tmp_path
+):
+    model, optimizer = build(save="A")
+    folder, best = tmp_path / "run", tmp_path / "best"
+    left = [folder / "step-00000001-other-files", tmp_path / "best-other-files"]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with Checkpoints(folder, model, optimizer, keep_last=1) as checkpoints:
@@ -251,26 +252,16 @@ def rotate_and_replace(rank, world_size, root):
                 dist.barrier()
         for _ in range(2):
             shardwise.save(best, model, optimizer, replace=True)
-            if rank == 0 and not (Path(root) / "best-other-files").exists():
+            if rank == 0 and not left[1].exists():
                 put_things_into(best)
             dist.barrier()
-        told = [str(warning.message) for warning in caught]
     assert shardwise.load(best, model, optimizer).step is None
-    return told
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_files_that_are_none_of_ours_stay_and_are_told_of_when_their_checkpoint_goes(
-    tmp_path, world_size
-):
-    told, *others = run_ranks(rotate_and_replace, world_size, str(tmp_path))
-    left = [tmp_path / "run" / "step-00000001-other-files", tmp_path / "best-other-files"]
-    for folder, text in zip(left, told, strict=True):
-        assert things_in(folder) == THINGS
-        assert text.startswith(f"{folder}: ")
-    assert not any(others)
-    assert steps_in(FILES, tmp_path / "run") == [2]
-    assert not hidden(tmp_path) and not hidden(tmp_path / "run")
+    assert len(caught) == (2 if rank == 0 else 0)
+    for path, warning in zip(left, caught, strict=rank == 0):
+        assert things_in(path) == ["eval.json", "link", "plots", "plots/a.png"]
+        assert str(warning.message).startswith(f"{path}: ")
+    assert steps_in(FILES, folder) == [2]
+    assert not hidden(tmp_path) and not hidden(folder)
 
 
 def test_killed_at_any_operation_of_a_removal_nothing_of_the_user_is_lost_or_stays_hidden():
@@ -295,19 +286,9 @@ def test_killed_at_any_operation_of_a_removal_nothing_of_the_user_is_lost_or_sta
         at += 1
 
 
-def replace_what_is_none(rank, world_size, root):
-    model, optimizer = build()
-    stamp(model, optimizer, "A")
-    texts = {}
-    for name in ("link", "file", "project", "folder-of-steps", "step-notes"):
-        with pytest.raises(CheckpointError) as caught:
-            shardwise.save(Path(root, name), model, optimizer, replace=True)
-        texts[name] = str(caught.value)
-    shardwise.save(Path(root, "nothing-in-it"), model, optimizer, replace=True)
-    return texts
-
-
+@on_ranks(1)
 def test_only_a_checkpoint_is_replaced_and_no_link_file_or_folder_of_the_user(tmp_path):
+    model, optimizer = build(save="A")
     (tmp_path / "project").mkdir()
     (tmp_path / "project" / "thesis.tex").write_text("mine")
     (tmp_path / "step-notes").mkdir()
@@ -317,11 +298,11 @@ def test_only_a_checkpoint_is_replaced_and_no_link_file_or_folder_of_the_user(tm
     (tmp_path / "folder-of-steps" / step_name(1)).mkdir(parents=True)
     (tmp_path / "nothing-in-it").mkdir()
     before = things_in(tmp_path)
-    (texts,) = run_ranks(replace_what_is_none, 1, str(tmp_path))
-    for name in ("link", "file"):
-        assert f"{tmp_path / name} is a link or a file" in texts[name]
-    for name in ("project", "folder-of-steps", "step-notes"):
-        assert f"{tmp_path / name} is a folder that holds no checkpoint" in texts[name]
+    for name in ("link", "file", "project", "folder-of-steps", "step-notes"):
+        what = "link or a file" if name in ("link", "file") else "folder that holds no checkpoint"
+        with pytest.raises(CheckpointError, match=f"{tmp_path / name} is a {what}"):
+            shardwise.save(tmp_path / name, model, optimizer, replace=True)
+    shardwise.save(tmp_path / "nothing-in-it", model, optimizer, replace=True)
     after = things_in(tmp_path)
     assert [name for name in after if not name.startswith("nothing-in-it/")] == before
     assert "nothing-in-it/manifest.json" in after
@@ -332,15 +313,13 @@ def test_only_a_checkpoint_is_replaced_and_no_link_file_or_folder_of_the_user(tm
 
 @on_ranks(1, 3)
 def test_steps_that_a_load_found_damaged_do_not_count_among_the_last_to_keep(rank, tmp_path):
-    model, optimizer = build()
-    stamp(model, optimizer, "A")
+    model, optimizer = build(save="A")
     with Checkpoints(tmp_path, model, optimizer) as checkpoints:
         for step in (1, 2, 3, 4):
             checkpoints.save(step, wait=True)
     if rank == 0:
         for step in (3, 4):
-            path = tmp_path / step_name(step) / "rank00000-0.safetensors"
-            path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
+            flip(tmp_path / step_name(step) / "rank00000-0.safetensors")
     dist.barrier()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -360,13 +339,11 @@ def test_steps_that_a_load_found_damaged_do_not_count_among_the_last_to_keep(ran
 def test_a_new_run_in_an_old_folder_is_warned_and_no_save_counts_that_a_load_would_not_take(
     rank, tmp_path
 ):
-    model, optimizer = build()
-    stamp(model, optimizer, "A")
+    model, optimizer = build(save="A")
     with Checkpoints(tmp_path, model, optimizer) as old:
         old.save(10, wait=True)
     told = []
-    model, optimizer = build()  # of another run
-    stamp(model, optimizer, "B")
+    model, optimizer = build(save="B")  # of another run
     with Checkpoints(tmp_path, model, optimizer) as new:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -405,8 +382,7 @@ def test_a_relative_folder_is_the_one_of_the_moment_it_was_named(tmp_path):
     for folder in (here, there):
         folder.mkdir(exist_ok=True)
     os.chdir(here)
-    model, optimizer = build()
-    stamp(model, optimizer, "A")
+    model, optimizer = build(save="A")
     with Checkpoints("run", model, optimizer) as checkpoints:
         os.chdir(there)
         saving = checkpoints.save(1, wait=True)
@@ -424,94 +400,71 @@ def test_a_relative_folder_is_the_one_of_the_moment_it_was_named(tmp_path):
 # ------------------------------------------------------------------------- loads beside a rotation
 
 
-class Rotating(FaultyFiles):
-    """A disk on which a run that goes on replaces its one checkpoint at some operation of ours."""
+class Meddling(FaultyFiles):
+    """A disk on which another process does something in the folder at some operation of ours."""
 
-    def __init__(self, folder, at):
-        super().__init__(Files(), before=self._rotate)
-        self._folder, self._at = folder, at
+    def __init__(self, folder, at, does):
+        super().__init__(Files(), before=self._meddle)
+        self._folder, self._at, self._does = folder, at, does
 
-    def _rotate(self):
+    def _meddle(self):
         if len(self.operations) == self._at:
-            (self._folder / "next").rename(self._folder / step_name(2))
-            (self._folder / step_name(1)).rename(self._folder / ".old-step-00000001-01020304")
+            self._does(self._folder)
 
 
-def load_beside_a_rotation(rank, world_size, root, moments):
+def go_on(folder):
+    """Replace the one checkpoint by the next, as a run that keeps the last."""
+    (folder / "next").rename(folder / step_name(2))
+    (folder / step_name(1)).rename(folder / ".old-step-00000001-01020304")
+
+
+def save_again(folder):
+    """Replace the newest checkpoint by another of its step."""
+    FILES.exchange(folder / "next", folder / step_name(2))
+    shutil.rmtree(folder / "next")
+
+
+SAVES = {"A": 1, "B": 2, "C": 2}  # with their steps
+# What another process does, what is in the folder before it, and what may be loaded then.
+MEDDLES = [
+    (go_on, {step_name(1): "A", "next": "B"}, "AB"),
+    (save_again, {step_name(1): "A", step_name(2): "B", "next": "C"}, "BC"),
+]
+
+
+def load_beside(rank, world_size, root, does, there):
     model, optimizer = build()
-    folder, found = Path(root, "run"), []
-    for step, letter in ((1, "A"), (2, "B")):
-        stamp(model, optimizer, letter)
-        shardwise.save(Path(root, "all"), model, optimizer, step=step)
-    for at in moments:
-        if rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-            shutil.copytree(Path(root, "all", step_name(1)), folder / step_name(1))
-            shutil.copytree(Path(root, "all", step_name(2)), folder / "next")
-        dist.barrier()
-        stamp(model, optimizer, "Z")
-        files = Rotating(folder, at) if rank == 0 else FILES
-        loaded = Load(files, model, optimizer).run(folder)
-        assert loaded is not None
-        found.append((loaded.step, "".join(count(model, optimizer)), loaded.skipped))
-        dist.barrier()
-    return found
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_a_checkpoint_that_is_removed_while_it_is_read_gives_way_to_the_newer_one(
-    tmp_path, world_size
-):
-    found = run_ranks(load_beside_a_rotation, world_size, str(tmp_path), list(range(14)))
-    for rank in found:
-        assert set(rank) <= {(1, "A", ()), (2, "B", ())}
-        assert rank == found[0] and len(set(rank)) == 2
-
-
-class Replacing(FaultyFiles):
-    """A disk on which another process replaces the newest checkpoint at some operation of ours."""
-
-    def __init__(self, folder, at):
-        super().__init__(Files(), before=self._replace)
-        self._folder, self._at = folder, at
-
-    def _replace(self):
-        if len(self.operations) == self._at:
-            FILES.exchange(self._folder / "next", self._folder / step_name(2))
-            shutil.rmtree(self._folder / "next")
-
-
-def load_beside_a_replacement(rank, world_size, root, moments):
-    model, optimizer = build()
-    folder, found = Path(root, "run"), []
-    for name, step, letter in (("run", 1, "A"), ("old", 2, "B"), ("new", 2, "C")):
+    folder, found = root / "run", []
+    for letter, step in SAVES.items():
         stamp(model, optimizer, letter)
         extra = {"text": letter * (1 + 99 * (letter == "C"))}  # of another size than the old one
-        shardwise.save(Path(root, name), model, optimizer, step=step, extra=extra)
-    for at in moments:
-        for is_one in (False, True):
-            if rank == 0:
-                for source, name in (("old", step_name(2)), ("new", "next")):
-                    shutil.rmtree(folder / name, ignore_errors=True)
-                    shutil.copytree(Path(root, source, step_name(2)), folder / name)
-            dist.barrier()
-            stamp(model, optimizer, "Z")
-            files = Replacing(folder, at) if rank == 0 else FILES
-            only = folder / step_name(2) if is_one else None
-            loaded = Load(files, model, optimizer).run(folder, only)
-            assert loaded is not None
-            letters = "".join(count(model, optimizer))
-            found.append((loaded.step, letters, loaded.extra["text"][0], loaded.skipped))
-            dist.barrier()
+        shardwise.save(root / letter, model, optimizer, step=step, extra=extra)
+    for at, is_one in product(range(14), (False, True) if does is save_again else (False,)):
+        if rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+            for name, letter in there.items():
+                shutil.copytree(root / letter / step_name(SAVES[letter]), folder / name)
+        dist.barrier()
+        stamp(model, optimizer, "Z")
+        files = Meddling(folder, at, does) if rank == 0 else FILES
+        loaded = Load(files, model, optimizer).run(
+            folder, folder / step_name(2) if is_one else None
+        )
+        assert loaded is not None
+        letters = "".join(count(model, optimizer))
+        found.append((loaded.step, letters, loaded.extra["text"][0], loaded.skipped))
+        dist.barrier()
     return found
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_a_checkpoint_that_is_replaced_while_it_is_read_is_no_damage(tmp_path, world_size):
-    found = run_ranks(load_beside_a_replacement, world_size, str(tmp_path), list(range(14)))
-    for rank in found:
-        assert set(rank) == {(2, "B", "B", ()), (2, "C", "C", ())}
-        assert rank == found[0]
+@pytest.mark.parametrize(("does", "there", "letters"), MEDDLES)
+def test_a_checkpoint_that_is_removed_or_replaced_while_it_is_read_gives_way_and_is_no_damage(
+    tmp_path, world_size, does, there, letters
+):
+    found = run_ranks(load_beside, world_size, tmp_path, does, there)
+    assert set(found[0]) == {(SAVES[letter], letter, letter, ()) for letter in letters}
+    assert all(rank == found[0] for rank in found)
 
 
 @pytest.mark.parametrize("replaced", [False, True])
@@ -557,8 +510,7 @@ def test_what_is_missing_is_named_with_as_few_reads_however_many_ranks_lack_it(r
 
 
 def save_and_rotate(rank, world_size, folder):
-    model, optimizer = build()
-    stamp(model, optimizer, "A")
+    model, optimizer = build(save="A")
     step = 0
     with Checkpoints(folder, model, optimizer, keep_last=2) as checkpoints:
         while not Path(folder, "stop").exists():
@@ -596,42 +548,36 @@ def test_loads_beside_a_trainer_that_rotates_all_succeed(tmp_path):
 # ------------------------------------------------------------------------------------------ texts
 
 
-def save_flat(rank, world_size, root):
-    model, optimizer = build(layout="flat")
+@on_ranks(3)
+def test_a_manifest_of_another_save_and_a_file_that_was_cut_are_named_and_no_other_file(
+    rank, tmp_path
+):
+    model, optimizer = build(layout="flat", save="A")
     for name in ("one", "two"):
         for step in (1, 2):
-            stamp(model, optimizer, "A")
-            shardwise.save(Path(root, name), model, optimizer, step=step)
-
-
-def load_texts(rank, world_size, root):
-    model, optimizer = build(layout="flat")
-    texts = []
+            shardwise.save(tmp_path / name, model, optimizer, step=step)
+    manifest, cut = "manifest.json", "rank00001-1.safetensors"
+    if rank == 0:
+        for name in ("stale", "swapped", "cut"):
+            shutil.copytree(tmp_path / "one" / step_name(2), tmp_path / name)
+        shutil.copy(tmp_path / "one" / step_name(1) / manifest, tmp_path / "stale" / manifest)
+        shutil.copy(tmp_path / "two" / step_name(2) / manifest, tmp_path / "swapped" / manifest)
+        os.truncate(tmp_path / "cut" / cut, (tmp_path / "cut" / cut).stat().st_size - 4)
+    dist.barrier()
+    said = {}
     for name in ("stale", "swapped", "cut"):
         with pytest.raises(DamagedCheckpoint) as caught:
-            shardwise.load(Path(root, name), model, optimizer)
-        texts.append(str(caught.value))
-    return texts
-
-
-def test_a_manifest_of_another_save_and_a_file_that_was_cut_are_named_and_no_other_file(tmp_path):
-    run_ranks(save_flat, 3, str(tmp_path))
-    for name in ("stale", "swapped", "cut"):
-        shutil.copytree(tmp_path / "one" / step_name(2), tmp_path / name)
-    manifest = "manifest.json"
-    shutil.copy(tmp_path / "one" / step_name(1) / manifest, tmp_path / "stale" / manifest)
-    shutil.copy(tmp_path / "two" / step_name(2) / manifest, tmp_path / "swapped" / manifest)
-    several = sorted((tmp_path / "cut").glob("rank00001-*.safetensors"))
-    assert len(several) > 1
-    several[1].write_bytes(several[1].read_bytes()[:-4])
-    found = run_ranks(load_texts, 3, str(tmp_path))
-    assert found[0] == found[1] == found[2]
-    stale, swapped, cut = found[0]
-    for text, name in ((stale, "stale"), (swapped, "swapped")):
-        said = f"{tmp_path / name}: {manifest} and rank00000.json are whole and of two saves"
-        assert said in text, text
-    assert "step 1 of run" in stale and "step 2 of run" in stale
-    assert f"{several[1]}: " in cut and "bytes, expected" in cut and several[0].name not in cut
+            shardwise.load(tmp_path / name, model, optimizer)
+        said[name] = str(caught.value)
+    of_all = [{}] * 3
+    dist.all_gather_object(of_all, said)
+    assert of_all == [said] * 3
+    for name in ("stale", "swapped"):
+        mixed = f"{tmp_path / name}: {manifest} and rank00000.json are whole and of two saves"
+        assert mixed in said[name]
+    assert "step 1 of run" in said["stale"] and "step 2 of run" in said["stale"]
+    assert f"{tmp_path}/cut/{cut}: " in said["cut"] and "bytes, expected" in said["cut"]
+    assert "rank00001-0" not in said["cut"]
 
 
 def hold_a_save(rank, world_size, folder):

@@ -18,7 +18,7 @@ from ranks import HANG_S, Ranks, run_ranks, start_ranks
 from shardwise.comm.control import timeout_of
 from shardwise.errors import CollectiveError
 from shardwise.mesh import resolve_axes
-from stamped import build, stamp
+from stamped import build
 
 TIMEOUT_S = 4.0
 VICTIM = 1
@@ -44,8 +44,7 @@ def _ask_for_timeout(rank, world_size):
 
 def call_while_one_is_stopped(rank, world_size, what, folder):
     """Make a call that the victim, stopped by the test, never joins; return what it raised."""
-    model, optimizer = build(mesh=short_mesh(world_size))
-    stamp(model, optimizer, "A")
+    model, optimizer = build(mesh=short_mesh(world_size), save="A")
     shardwise.save(folder, model, optimizer, step=1)
     checkpoints = Checkpoints(Path(folder, "run"), model, optimizer)
     dist.barrier()
@@ -150,8 +149,7 @@ class SlowFiles(FaultyFiles):
 
 
 def save_with_a_slow_disk(rank, world_size, folder, slow):
-    model, optimizer = build(mesh=short_mesh(world_size))
-    stamp(model, optimizer, "A")
+    model, optimizer = build(mesh=short_mesh(world_size), save="A")
     files = SlowFiles(rank == slow)
     with Checkpoints(Path(folder), model, optimizer, files=files) as checkpoints:
         written = checkpoints.save(1, wait=True).wait()

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disk import Fault, FaultyFiles
+from disk import Fault, FaultyFiles, Watched
+from hostile import sealed
 from inner import (
     MANIFEST,
     Files,
@@ -25,7 +26,6 @@ from inner import (
     digest_of,
     file_name,
     index_name,
-    seal,
     unseal,
     verify,
     write_checkpoint,
@@ -67,24 +67,6 @@ def tensor_at(data, offset):
     header = json.loads(data[8:begin])
     places = {k: v["data_offsets"] for k, v in header.items() if k != "__metadata__"}
     return next((k for k, (lo, hi) in places.items() if begin + lo <= offset < begin + hi), None)
-
-
-class Watched(Files):
-    """Files that write down what is read of them."""
-
-    def __init__(self):
-        self.reads = {}
-
-    def open(self, path):
-        reads, reader = self.reads.setdefault(path.name, []), super().open(path)
-        inner = reader.read_into
-
-        def read_into(offset, buffer):
-            reads.append((offset, offset + buffer.nbytes))
-            inner(offset, buffer)
-
-        reader.read_into = read_into
-        return reader
 
 
 def write_large(folder):
@@ -265,7 +247,7 @@ def test_what_cannot_be_judged_is_an_error_and_no_damage(folder):
         verify(FILES, folder / "nowhere")
     path = folder / MANIFEST
     value = unseal(path.read_bytes(), "") | {"format": 3}
-    path.write_bytes(sealed(value))
+    path.write_bytes(sealed(dumps(value)))
     with pytest.raises(CheckpointError, match="format 3"):
         verify(FILES, folder)
 
@@ -273,24 +255,16 @@ def test_what_cannot_be_judged_is_an_error_and_no_damage(folder):
 # -- lies with the right seal ---------------------------------------------------------------------
 
 
-def sealed(value):
-    class _Value:
-        def model_dump(self, **_):
-            return value
-
-    return seal(_Value())
-
-
 def forge(folder, edit_index=lambda value: None, edit_manifest=lambda value: None):
     """Change the index of rank 0 and the manifest, and seal both anew."""
     index = unseal((folder / index_name(0)).read_bytes(), "")
     edit_index(index)
-    data = sealed(index)
+    data = sealed(dumps(index))
     (folder / index_name(0)).write_bytes(data)
     manifest = unseal((folder / MANIFEST).read_bytes(), "")
     manifest["ranks"][0] |= {"index_bytes": len(data), "digest": digest_of(data)}
     edit_manifest(manifest)
-    (folder / MANIFEST).write_bytes(sealed(manifest))
+    (folder / MANIFEST).write_bytes(sealed(dumps(manifest)))
 
 
 def rewrite_header(folder, edit):

@@ -86,7 +86,11 @@ class World:
                             name = f"u{number}.a"
                             data = self.truth[f"{name}.buffer"][slices(region)]
                             info = self._info("buffer", f"{name}.buffer")
-                            whole.append(Item(TensorRow.of_piece(info, region), data.reshape(-1)))
+                            whole.append(
+                                Item(
+                                    TensorRow.of_piece(info, region), data.contiguous().reshape(-1)
+                                )
+                            )
         for n, who in enumerate(self.whole):
             if who == rank or n % 2:
                 made = torch.arange(5) + (10 * rank if n % 3 == 0 else 0)
@@ -115,7 +119,7 @@ class World:
         for state, (index, letter) in product(("", "exp_avg"), enumerate("ab")):
             info = self._info("optimizer" if state else "param", f"u{number}.{letter}", state)
             held = cut.piece(index, shard)
-            data = self.truth[info.key][slices(region)].reshape(-1)[held.lo : held.hi]
+            data = self.truth[info.key][slices(region)].contiguous().reshape(-1)[held.lo : held.hi]
             yield Item(TensorRow.of_piece(info, region, layout, index), data, held.lo)
 
     def _info(self, kind, name, state=""):
