@@ -13,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disk import Fault, Killed, PowerCut, all_crashes
-from inner import Written, check_quickly, clean_up, step_name, steps_in
+from shardwise.checkpoint.folder import clean_up, step_name, steps_in
+from shardwise.checkpoint.verify import check_quickly
+from shardwise.checkpoint.write import Written
 from shardwise.comm.control import SoloControl
 from shardwise.errors import CollectiveError
 from tables import RUN, Verdicts, disk_with, kept, run_ranks_on, write, write_and_rotate

@@ -15,11 +15,12 @@ import torch.distributed as dist
 
 import shardwise
 from disk import Fault, FaultyFiles, Killed, SimulatedDisk
-from inner import (
+from ranks import on_ranks, run_ranks, start_ranks
+from saving import warns_on_rank_0
+from shardwise.checkpoint.checkpoints import Checkpoints
+from shardwise.checkpoint.files import Files
+from shardwise.checkpoint.folder import (
     LOCK,
-    Checkpoints,
-    Files,
-    check_quickly,
     clean_up,
     lock_holder,
     rotate,
@@ -27,8 +28,7 @@ from inner import (
     steps_in,
     take_lock,
 )
-from ranks import on_ranks, run_ranks, start_ranks
-from saving import warns_on_rank_0
+from shardwise.checkpoint.verify import check_quickly
 from shardwise.comm.control import SoloControl
 from shardwise.errors import CheckpointError, ConfigError
 from stamped import build, count, stamp
