@@ -680,16 +680,7 @@ def test_contradictions_are_named_before_anything_starts(
     assert not output.exists()
 
 
-def test_a_file_that_agrees_is_no_contradiction(tmp_path):
-
-    file = write(tmp_path, DEEPSPEED)
-    shape = write(tmp_path, {**RUN, "stage": 2, "lr": "1e-2", "micro_batch": 2}, "shape.yaml")
-    keys, _ = read_train_keys(file, {"micro_batch": 2}, {}, 2)
-    assert load_config(shape, {}, (file, keys)).lr == 0.01
-
-
 def test_what_the_deepspeed_file_does_not_say_is_the_yamls_to_say(tmp_path):
-
     content = {"optimizer": {"type": "AdamW", "params": {"lr": 0.5}}, "bf16": None}
     file = write(tmp_path, content)
     ours = {"schedule": "cosine", "stage": 1, "precision": "bf16", "grad_clip": 0.1, "beta2": 0.9}
