@@ -1,4 +1,4 @@
-"""The stages of a pipeline are one model: one checkpoint, one norm, one check of replicas."""
+"""The stages of a pipeline are one model: one checkpoint, one check of replicas."""
 
 import pytest
 import torch
@@ -10,10 +10,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 import shardwise
-from inner import Checkpoint, Files, check_quickly
 from models import Block
-from ranks import on_ranks, run_ranks
-from shardwise.convert.export import export_huggingface
+from ranks import on_ranks
 from shardwise.engine.api import engine_of
 from shardwise.errors import CheckpointError, ReplicaError
 from shardwise.interop.fsdp2 import fully_shard
@@ -77,18 +75,13 @@ def whole_tensors(model, optimizer):
     return found
 
 
-def stages_are_saved_as_one(rank, num_ranks, folder, by):
+@pytest.mark.parametrize(("num_ranks", "by"), [(2, "fully_shard"), (4, "shard")])
+@on_ranks()
+def test_stages_make_one_checkpoint_that_any_other_model_loads(num_ranks, by, tmp_path):
     axes = shardwise.Axes(pp=2)
     model = stage_of(axes, [0, 2], by)
     optimizer = trained(model)
-    grads = [p.grad.full_tensor() for p in model.parameters()]
-    mine = torch.stack([g.norm() for g in grads]).norm()
-    norms = [torch.zeros(()) for _ in range(num_ranks)]
-    torch.distributed.all_gather(norms, mine)
-    wanted = torch.stack(sorted({float(n): n for n in norms}.values())).norm()
-    found = shardwise.parallel.clip_grad_norm_(model.parameters(), 1e9)
-    torch.testing.assert_close(found, wanted)
-    shardwise.save(folder / "saved", model, optimizer, extra={"step": 3})
+    shardwise.save(tmp_path / "saved", model, optimizer, extra={"step": 3})
     saved = whole_tensors(model, optimizer)
 
     shown = [None] * num_ranks
@@ -104,7 +97,7 @@ def stages_are_saved_as_one(rank, num_ranks, folder, by):
             delattr(other, name)  # of these splits
         other.register_buffer("seen_0", torch.zeros(3))
         other.register_buffer("seen_2", torch.zeros(3))
-        shardwise.load(folder / "saved", other, others)
+        shardwise.load(tmp_path / "saved", other, others)
         loaded = whole_tensors(other, others)
         assert loaded.keys() <= everything.keys()
         assert all(torch.equal(tensor, everything[name]) for name, tensor in loaded.items())
@@ -112,40 +105,14 @@ def stages_are_saved_as_one(rank, num_ranks, folder, by):
     missing = stage_of(axes, [0, 3], "shard")
     missing.register_buffer("unknown", torch.zeros(1))
     with pytest.raises(CheckpointError, match=r"1 missing there \(unknown\)"):
-        shardwise.load(folder / "saved", missing)
+        shardwise.load(tmp_path / "saved", missing)
 
-
-def one_process_reads(folder):
-    model = Whole([0, 2])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    loaded = shardwise.load(folder / "saved", model, optimizer)
-    assert not loaded.missing
-    assert not loaded.unexpected
-    assert model.seen_2.tolist() == [2.0] * 3
-    assert all(optimizer.state[p]["exp_avg"].any() for p in model.parameters())
-
-
-def saved_alone(rank, num_ranks, folder):
-    model = shardwise.shard(Whole([0, 2]))
-    shardwise.load(folder / "saved", model)
-    shardwise.save(folder / "alone", model)
-
-
-def exported_bytes(folder, name):
-    target, saved = folder / f"{name} exported", folder / name
-    files = Files()
-    checkpoint = Checkpoint(files, saved, check_quickly(files, saved)[0])
-    export_huggingface(checkpoint, target, files=files)
-    return (target / "model.safetensors").read_bytes()
-
-
-@pytest.mark.parametrize(("num_ranks", "by"), [(2, "fully_shard"), (4, "shard")])
-def test_stages_make_one_checkpoint_that_any_other_model_loads(num_ranks, by, tmp_path):
-    run_ranks(stages_are_saved_as_one, num_ranks, tmp_path, by)
-    one_process_reads(tmp_path)
-    run_ranks(saved_alone, 1, tmp_path)
-    exported = [exported_bytes(tmp_path, name) for name in ("saved", "alone")]
-    assert exported[0] == exported[1]
+    alone = Whole([0, 2])
+    optimizer = torch.optim.AdamW(alone.parameters(), lr=0.1)
+    loaded = shardwise.load(tmp_path / "saved", alone, optimizer)
+    assert not loaded.missing and not loaded.unexpected
+    assert alone.seen_2.tolist() == [2.0] * 3
+    assert all(optimizer.state[p]["exp_avg"].any() for p in alone.parameters())
 
 
 @on_ranks(2)
@@ -165,7 +132,8 @@ def test_no_stage_waits_for_others_inside_its_pass_while_a_save_is_in_flight(ran
         checkpoints.check()
 
 
-def one_stage_alone_is_tensor_parallel(rank, num_ranks, folder):
+@on_ranks(4)
+def test_all_ranks_are_found_where_one_stage_alone_is_tensor_parallel(num_ranks, tmp_path):
     axes = shardwise.Axes(pp=2, tp=2)
     place = axes["pp"].get_local_rank()
     model = Net(range(2 * place, 2 * place + 2))
@@ -176,18 +144,15 @@ def one_stage_alone_is_tensor_parallel(rank, num_ranks, folder):
         )
     model = shardwise.shard(model, mesh=axes)
     assert engine_of(model).everyone.members == list(range(num_ranks))
-    shardwise.save(folder / "mixed", model)
-
-
-def test_all_ranks_are_found_where_one_stage_alone_is_tensor_parallel(tmp_path):
-    run_ranks(one_stage_alone_is_tensor_parallel, 4, tmp_path)
+    shardwise.save(tmp_path / "mixed", model)
     whole = Whole([0, 2])
     shardwise.load(tmp_path / "mixed", whole)
     wanted = dict(Net().named_parameters())
     assert all(torch.equal(param, wanted[name]) for name, param in whole.named_parameters())
 
 
-def a_flipped_bit_is_named(rank, num_ranks):
+@on_ranks(4)
+def test_replicas_of_a_stage_are_compared_with_each_other(rank):
     axes = shardwise.Axes(pp=2, dp_replicate=2)
     model = stage_of(axes, [0, 1], "shard")
     optimizer = trained(model)
@@ -197,7 +162,3 @@ def a_flipped_bit_is_named(rank, num_ranks):
         param.sharded.to_local().view(-1)[0] += 1
     with pytest.raises(ReplicaError, match=r"'layers\.\d\.[\w.]+', value: ranks 2, 3 differ"):
         shardwise.check.replicas(model, optimizer)
-
-
-def test_replicas_of_a_stage_are_compared_with_each_other():
-    run_ranks(a_flipped_bit_is_named, 4)

@@ -33,7 +33,7 @@ from inner import (
     temporary,
 )
 from ranks import HANG_S, on_ranks, run_ranks, start_ranks
-from saving import flip
+from saving import flip, warns_on_rank_0
 from shardwise.comm.control import SoloControl
 from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint
 from stamped import build, count, stamp
@@ -312,27 +312,40 @@ def test_only_a_checkpoint_is_replaced_and_no_link_file_or_folder_of_the_user(tm
 
 
 @on_ranks(1, 3)
-def test_steps_that_a_load_found_damaged_do_not_count_among_the_last_to_keep(rank, tmp_path):
-    model, optimizer = build(save="A")
-    with Checkpoints(tmp_path, model, optimizer) as checkpoints:
-        for step in (1, 2, 3, 4):
+def test_a_run_that_went_on_behind_damaged_steps_saves_them_again_and_keeps_the_last_that_count(
+    rank, tmp_path
+):
+    """Steps 3 and 4 are damaged; training goes on from 2, and comes to 3 or starts with 5."""
+    model, optimizer = build()
+    again, beyond = tmp_path / "again", tmp_path / "beyond"
+    with Checkpoints(again, model, optimizer) as checkpoints:
+        for step, save in enumerate("ABCD", 1):
+            stamp(model, optimizer, save)
             checkpoints.save(step, wait=True)
     if rank == 0:
         for step in (3, 4):
-            flip(tmp_path / step_name(step) / "rank00000-0.safetensors")
+            flip(again / step_name(step) / "rank00000-0.safetensors")
+        shutil.copytree(again, beyond)
     dist.barrier()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with Checkpoints(tmp_path, model, optimizer, keep_last=2) as checkpoints:
-            loaded = checkpoints.load()
-            assert loaded is not None and loaded.step == 2
-            checkpoints.save(5, wait=True)
-            dist.barrier()  # rank 0 removes after the others have gone on
-            assert steps_in(FILES, tmp_path) == [5, 4, 3, 2]
-            dist.barrier()
-            checkpoints.save(6, wait=True)
-        dist.barrier()
-    assert steps_in(FILES, tmp_path) == [6, 5, 4, 3]
+    for folder, left in (
+        (again, {3: [4, 3, 2], 4: [4, 3]}),
+        (beyond, {5: [5, 4, 3, 2], 6: [6, 5, 4, 3]}),
+    ):
+        with Checkpoints(folder, model, optimizer, keep_last=2) as checkpoints:
+            with warns_on_rank_0(rank, "is damaged"):
+                loaded = checkpoints.load()
+            assert loaded is not None and loaded.step == 2 and len(loaded.skipped) == 2
+            for (step, steps), save in zip(left.items(), "EF", strict=True):
+                stamp(model, optimizer, save)
+                checkpoints.save(step, wait=True)
+                dist.barrier()  # rank 0 removes after the others have gone on
+                assert steps_in(FILES, folder) == steps
+                dist.barrier()
+            newest = checkpoints.load()
+            assert newest is not None and newest.step == step and not newest.skipped
+            assert set(count(model, optimizer, "DF")) == {"F"}
+            with pytest.raises(CheckpointError, match="exists already"):  # good ones stay
+                checkpoints.save(step, wait=True)
 
 
 @on_ranks(1, 3)
