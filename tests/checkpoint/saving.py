@@ -130,11 +130,22 @@ def build(setting, seed=0, make_model=Net, make_optimizer=adamw):
         precision=setting.precision,
         mesh=mesh,
     )
-    optimizer = make_optimizer(model)
+    return run_with(model, make_optimizer(model), scale=2.0**seed)
+
+
+def run_with(model, optimizer, scale=3.0):
+    """Return a run of a model, sharded or plain, and an optimizer."""
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**seed)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
     scaler.scale(torch.ones(()))  # it makes its state on first use
     return Run(model, optimizer, schedule, scaler)
+
+
+def plain(seed):
+    """Return a run of a plain model in one process."""
+    torch.manual_seed(seed)
+    model = Net()
+    return run_with(model, adamw(model))
 
 
 def tokens_of(step, rank, num_ranks):
@@ -217,6 +228,14 @@ def flip(path, at=-1):
     data = bytearray(path.read_bytes())
     data[at] ^= 1
     path.write_bytes(data)
+
+
+def same_on_all_ranks(value):
+    """Return a value that every rank has, having seen that it does."""
+    of_all = [None] * dist.get_world_size()
+    dist.all_gather_object(of_all, value)
+    assert of_all == [value] * len(of_all)
+    return value
 
 
 def warns_on_rank_0(rank, match):

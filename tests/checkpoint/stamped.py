@@ -7,6 +7,7 @@ from functools import cache
 import torch
 from torch import nn
 
+import shardwise
 from shardwise import shard
 
 SAVES = "ZABCDEFGH"  # Z is what stands in the model before a load
@@ -88,3 +89,10 @@ def count(model, optimizer, saves="ZABC"):
             rest -= same
         found["?"] += rest
     return {save: number for save, number in found.items() if number}
+
+
+def save_each(folder, model, optimizer, saves="AB"):
+    """Save each as the next step, from 1."""
+    for step, save in enumerate(saves, 1):
+        stamp(model, optimizer, save)
+        shardwise.save(folder, model, optimizer, step=step)

@@ -1,12 +1,18 @@
 """Work on all ranks at once: all succeed, or all raise one error naming the first failing rank."""
 
 import errno
+import gc
 from pathlib import Path
 
 import pytest
 
 from disk import Lockstep, os_error
-from inner import explain, on_all_ranks, rows_of_all_ranks
+from shardwise.checkpoint.all_ranks import (
+    collector_paused,
+    explain,
+    on_all_ranks,
+    rows_of_all_ranks,
+)
 from shardwise.comm.control import SoloControl
 from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint, StateError
 
@@ -104,3 +110,40 @@ def test_an_error_of_the_system_is_told_with_its_file_number_and_remedy():
     assert "(errno 28). This file wants 9 bytes, 3 are free there; free some" in explain(full)
     assert explain(os_error(errno.EIO, Path("/a"))) == "/a: Input/output error (errno 5)"
     assert explain(OSError("odd")) == "OSError: odd"
+
+
+# -- the garbage collector is held back, and is afterwards as it was
+
+
+@pytest.fixture(params=[True, False], ids=["on", "off"])
+def was_on(request):
+    before = gc.isenabled()
+    (gc.enable if request.param else gc.disable)()
+    yield request.param
+    (gc.enable if before else gc.disable)()
+
+
+def test_it_is_as_it_was_after_a_return_and_after_an_error(was_on):
+    with collector_paused():
+        assert not gc.isenabled()
+    assert gc.isenabled() is was_on
+    with pytest.raises(KeyError), collector_paused():
+        raise KeyError
+    assert gc.isenabled() is was_on
+
+
+def test_one_inside_another_ends_with_the_outer_one(was_on):
+    with collector_paused():
+        with collector_paused():
+            pass
+        assert not gc.isenabled()
+    assert gc.isenabled() is was_on
+
+
+def test_a_decorated_call_pauses_each_time(was_on):
+    @collector_paused()
+    def is_on():
+        return gc.isenabled()
+
+    assert [is_on(), is_on()] == [False, False]
+    assert gc.isenabled() is was_on

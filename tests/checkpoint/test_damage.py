@@ -17,14 +17,17 @@ import torch
 import torch.distributed as dist
 
 import shardwise
-from inner import Files, step_name, verify
-from ranks import run_ranks
-from saving import flip
+from ranks import on_ranks, run_ranks
+from saving import flip, same_on_all_ranks
+from shardwise.checkpoint.files import Files
+from shardwise.checkpoint.folder import step_name
+from shardwise.checkpoint.verify import verify
 from shardwise.engine.api import engine_of
-from shardwise.errors import CheckpointError, DamagedCheckpoint, StateError
-from stamped import build, count, stamp
+from shardwise.errors import CheckpointError, StateError
+from stamped import build, count, save_each, stamp
 
 NUM_FLIPS = 24  # for each layout
+OTHER_WAYS = ("page", "cut", "extension", "removal", "step", "run", "rank", "duplicate", "kind")
 PAGE = 4096
 OLDER, DAMAGED = step_name(1), step_name(2)
 
@@ -269,71 +272,42 @@ def check_all(of_ranks):
 
 
 @pytest.mark.parametrize("layout", ["rows", "flat"])
-def test_a_flipped_bit_anywhere_is_found_and_named_and_the_older_checkpoint_is_taken(
-    tmp_path, layout
-):
+def test_whatever_is_damaged_is_found_and_named_and_the_older_checkpoint_is_taken(tmp_path, layout):
     plan = [("bit", seed) for seed in range(NUM_FLIPS)]
+    plan += [(way, seed) for way in OTHER_WAYS for seed in range(5 if way == "kind" else 2)]
     rows = check_all(run_ranks(try_damages, 2, str(tmp_path), layout, plan))
-    named = {row["damage"].file for row in rows}
+    flips, others = rows[:NUM_FLIPS], rows[NUM_FLIPS:]
+    named = {row["damage"].file for row in flips}
     assert {"manifest.json", "rank00000.json", "rank00001-0.safetensors"} <= named
-    in_tensors = [row for row in rows if row["damage"].tensor]
+    in_tensors = [row for row in flips if row["damage"].tensor]
     assert {bool(row["refuses"]) for row in in_tensors} == {True}
     of_one_rank = [row for row in in_tensors if "rank00001" in row["damage"].file]
     assert any(": rank 1: " in row["asked"] for row in of_one_rank)
     assert any("other rank" not in row["asked"] for row in of_one_rank)  # the others had no error
+    assert not all(row["refuses"] for row in others)  # what shows at once changes nothing
 
 
-@pytest.mark.parametrize("layout", ["rows", "flat"])
-def test_files_that_are_cut_zeroed_missing_or_of_another_checkpoint_are_found_and_named(
-    tmp_path, layout
-):
-    ways = ("page", "cut", "extension", "removal", "step", "run", "rank", "duplicate", "kind")
-    plan = [(way, seed) for way in ways for seed in range(5 if way == "kind" else 2)]
-    rows = check_all(run_ranks(try_damages, 2, str(tmp_path), layout, plan))
-    assert not all(row["refuses"] for row in rows)  # what shows at once changes nothing
-
-
-def load_when_all_are_damaged(rank, world_size, folder):
+@on_ranks(3)
+def test_when_all_are_damaged_all_ranks_say_so_for_each_and_nothing_can_be_saved(rank, tmp_path):
     model, optimizer = build()
-    for save, step in (("A", 1), ("B", 2)):
-        stamp(model, optimizer, save)
-        shardwise.save(folder, model, optimizer, step=step)
+    save_each(tmp_path, model, optimizer)
     if rank == 0:
         for step in (1, 2):
-            flip(Path(folder, step_name(step), "rank00002-0.safetensors"))
+            flip(tmp_path / step_name(step) / "rank00002-0.safetensors")
     dist.barrier()
-    _, text, warned = load_caught(folder, model, optimizer)
-    assert refuses_to_run(model)
-    with pytest.raises(StateError):  # it would be saved as if it were whole
-        shardwise.save(Path(folder, "new"), model, optimizer)
-    return text, warned
-
-
-def test_when_all_are_damaged_all_ranks_say_so_for_each_and_nothing_can_be_saved(tmp_path):
-    results = run_ranks(load_when_all_are_damaged, 3, str(tmp_path))
-    text, warned = results[0]
-    assert {said for said, _ in results} == {text} and not warned  # the error names both
+    _, text, warned = load_caught(tmp_path, model, optimizer)
+    assert same_on_all_ranks(text) and not warned  # the error names both
     assert text.startswith("CheckpointError: ") and "no checkpoint can be used" in text
     for step in (1, 2):
         assert f"{step_name(step)}/rank00002-0.safetensors: tensor" in text
+    assert refuses_to_run(model)
+    with pytest.raises(StateError):  # it would be saved as if it were whole
+        shardwise.save(tmp_path / "new", model, optimizer)
     assert not (tmp_path / "new").exists()
 
 
-def test_damage_that_a_smaller_world_meets_is_found_by_whoever_reads_it(tmp_path):
-    """Saved on three ranks, loaded on one: every file is read by that one."""
-    run_ranks(save_once, 3, str(tmp_path))
-    for path in sorted((tmp_path / step_name(1)).glob("*.safetensors")):
-        whole = path.read_bytes()
-        path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 0x40]))
-        with pytest.raises(DamagedCheckpoint, match=path.name):
-            run_ranks_or_raise(load_once, str(tmp_path))
-        path.write_bytes(whole)
-    assert run_ranks(load_once, 1, str(tmp_path)) == [""]
-
-
 def save_once(rank, world_size, folder):
-    model, optimizer = build(3, "flat", save="A")
-    shardwise.save(folder, model, optimizer, step=1)
+    save_each(folder, *build(3, "flat"), "A")
 
 
 def load_once(rank, world_size, folder):
@@ -343,7 +317,12 @@ def load_once(rank, world_size, folder):
     return text
 
 
-def run_ranks_or_raise(fn, *args):
-    for text in run_ranks(fn, 1, *args):
-        if text:
-            raise DamagedCheckpoint(text)
+def test_damage_that_a_smaller_world_meets_is_found_by_whoever_reads_it(tmp_path):
+    """Saved on three ranks, loaded on one: every file is read by that one."""
+    run_ranks(save_once, 3, str(tmp_path))
+    for path in sorted((tmp_path / step_name(1)).glob("*.safetensors")):
+        flip(path)
+        (text,) = run_ranks(load_once, 1, str(tmp_path))
+        assert text.startswith("DamagedCheckpoint: ") and path.name in text
+        flip(path)
+    assert run_ranks(load_once, 1, str(tmp_path)) == [""]

@@ -20,19 +20,17 @@ from hypothesis import strategies as st
 
 import shardwise
 from disk import Fault, FaultyFiles
-from inner import (
-    MANIFEST,
-    Checkpoints,
-    Files,
-    Load,
-    step_name,
-    write_checkpoint,
-)
-from ranks import run_ranks
-from saving import warns_on_rank_0
+from ranks import on_ranks, run_ranks
+from saving import same_on_all_ranks, warns_on_rank_0
+from shardwise.checkpoint.checkpoints import Checkpoints
+from shardwise.checkpoint.files import Files
+from shardwise.checkpoint.folder import step_name
+from shardwise.checkpoint.manifest import MANIFEST
+from shardwise.checkpoint.save_load import Load
+from shardwise.checkpoint.write import write_checkpoint
 from shardwise.engine.api import engine_of
 from shardwise.errors import CheckpointError, StateError
-from stamped import build, count, stamp
+from stamped import build, count, save_each, stamp
 from tables import (
     NONCE,
     RUN,
@@ -62,22 +60,6 @@ def test_whichever_operation_fails_all_ranks_say_which_and_nothing_is_left(ranks
     assert seen.count("refused") >= 8
     # A lock or files of the old one that resist their removal cost nothing but their space.
     assert ("saved, leftovers" in seen) == (0 in failing)
-
-
-@pytest.mark.parametrize(
-    ("op", "number"),
-    [
-        *(("write", number) for number in ERRNOS),
-        *zip(("create", "sync", "sync_folder", "rename", "exchange"), ERRNOS * 2, strict=False),
-    ],
-)
-def test_every_kind_of_operation_may_fail_even_on_all_ranks(op, number):
-    at, seen = 0, []
-    while "saved" not in seen:
-        faults = {rank: Fault(at, number, op) for rank in range(2)}
-        seen.append(assert_an_error_leaves_nothing(2, faults, replace=op == "exchange"))
-        at += 1
-    assert "refused" in seen
 
 
 @given(
@@ -144,57 +126,49 @@ def files_no_longer_than(num_bytes):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def save_where_one_rank_cannot(rank, world_size, folder, victim):
-    model, optimizer = build(width=40, save="A")
-    shardwise.save(folder, model, optimizer, step=1)
-    stamp(model, optimizer, "B")
-    limit = 5_000 if rank == victim else 1 << 30
-    said = []
-    for options in ({"step": 2}, {"step": 1, "replace": True}):
-        with files_no_longer_than(limit):
-            said.append(raised(lambda o=options: shardwise.save(folder, model, optimizer, **o)))
-        dist.barrier()  # nobody saves again before all have looked
-        said.append(" ".join(sorted(os.listdir(folder))))
-        dist.barrier()
-    assert set(count(model, optimizer)) == {"B"}
-    model(torch.ones(1, 40)).sum().backward()  # training goes on
-    optimizer.zero_grad()
-    assert shardwise.load(folder, model, optimizer).step == 1
-    assert set(count(model, optimizer)) == {"A"}
-    stamp(model, optimizer, "C")
-    shardwise.save(folder, model, optimizer, step=2)
-    stamp(model, optimizer, "Z")
-    assert shardwise.load(folder, model, optimizer).step == 2
-    assert set(count(model, optimizer)) == {"C"}
-    return said
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_one_rank_that_cannot_write_is_named_to_all_and_the_next_save_works(tmp_path, world_size):
+@on_ranks(1, 3)
+def test_one_rank_that_cannot_write_is_named_to_all_and_the_next_save_works(
+    rank, world_size, tmp_path
+):
     victim = world_size - 1
-    results = run_ranks(save_where_one_rank_cannot, world_size, str(tmp_path), victim)
-    assert len({tuple(said) for said in results}) == 1
-    new, left, replaced, still_left = results[0]
-    for text in (new, replaced):
+    model, optimizer = build(width=40)
+    save_each(tmp_path, model, optimizer, "A")
+    stamp(model, optimizer, "B")
+    for options in ({"step": 2}, {"step": 1, "replace": True}):
+        with files_no_longer_than(5_000 if rank == victim else 1 << 30):
+            text = raised(lambda o=options: shardwise.save(tmp_path, model, optimizer, **o))
+        same_on_all_ranks(text)
         assert text.startswith("CheckpointError: ")
         assert f"rank0000{victim}-0.safetensors: File too large (errno {errno.EFBIG})" in text
         assert "This file wants " in text and " are free there" in text
         assert (f"rank {victim}: " in text) == (world_size > 1)
-    assert left == still_left == step_name(1)
+        assert os.listdir(tmp_path) == [step_name(1)]
+        dist.barrier()  # nobody saves again before all have looked
+    assert set(count(model, optimizer)) == {"B"}
+    model(torch.ones(1, 40)).sum().backward()  # training goes on
+    optimizer.zero_grad()
+    assert shardwise.load(tmp_path, model, optimizer).step == 1
+    assert set(count(model, optimizer)) == {"A"}
+    stamp(model, optimizer, "C")
+    shardwise.save(tmp_path, model, optimizer, step=2)
+    stamp(model, optimizer, "Z")
+    assert shardwise.load(tmp_path, model, optimizer).step == 2
+    assert set(count(model, optimizer)) == {"C"}
 
 
 def save_to_a_small_disk(rank, world_size, folder):
-    model, optimizer = build(width=150, save="A")  # 0.55 MB
-    shardwise.save(folder, model, optimizer, step=1)
+    model, optimizer = build(width=150)  # 0.55 MB
+    save_each(folder, model, optimizer, "A")
     stamp(model, optimizer, "B")
     text = raised(lambda: shardwise.save(folder, model, optimizer, step=2))
-    dist.barrier()
-    left = " ".join(sorted(os.listdir(folder)))
+    same_on_all_ranks(text)
+    assert f"No space left on device (errno {errno.ENOSPC})" in text and "/rank0000" in text
+    assert " wants " in text and " are free there" in text and "free some space" in text
+    assert os.listdir(folder) == [step_name(1)]
     dist.barrier()
     Path(folder, f"space{rank}").write_bytes(bytes(1000))  # what was written was given back
     assert shardwise.load(folder, model, optimizer).step == 1
     assert set(count(model, optimizer)) == {"A"}
-    return [text, left]
 
 
 @contextmanager
@@ -211,37 +185,31 @@ def small_disk(folder, num_bytes):
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-@pytest.mark.parametrize("world_size", [3])
-def test_a_full_disk_says_how_much_was_wanted_and_what_is_free_and_is_left_as_it_was(
-    tmp_path, world_size
-):
+def test_a_full_disk_says_how_much_was_wanted_and_what_is_free_and_is_left_as_it_was(tmp_path):
     with small_disk(tmp_path, 800 << 10) as folder:
-        results = run_ranks(save_to_a_small_disk, world_size, str(folder))
-        assert len({tuple(said) for said in results}) == 1
-        text, left = results[0]
-        assert f"No space left on device (errno {errno.ENOSPC})" in text and "/rank0000" in text
-        assert " wants " in text and " are free there" in text and "free some space" in text
-        assert left == step_name(1)
+        run_ranks(save_to_a_small_disk, 3, str(folder))
 
 
 # ------------------------------------------------------------------------------------------- loads
 
 
-def load_with_each_operation_failing(rank, world_size, folder, victim):
+@pytest.mark.parametrize(("world_size", "victim"), [(1, 0), (2, 1), (3, 0)])
+@on_ranks()
+def test_a_read_that_fails_is_told_to_all_and_the_model_runs_again_after_a_good_load(
+    rank, world_size, tmp_path, victim
+):
     model, optimizer = build()
     control = engine_of(model).comm.control
-    for save, step in (("A", 1), ("B", 2)):
-        stamp(model, optimizer, save)
-        shardwise.save(folder, model, optimizer, step=step)
+    save_each(tmp_path, model, optimizer)
     said, looked_again, at = [], 0, 0
     while True:
         stamp(model, optimizer, "Z")
         faults = [Fault(at, errno.ESTALE)] if rank == victim else []
         files = FaultyFiles(Files(), *faults)
         one = Load(files, model, optimizer)
-        text = raised(lambda one=one: one.run(Path(folder)))
+        text = raised(lambda one=one: one.run(tmp_path))
         if control.exchange(bytes([at >= len(files.operations)]))[victim] != b"\0":
-            return said, looked_again
+            break
         if text:
             said.append(text)
         else:
@@ -255,19 +223,11 @@ def load_with_each_operation_failing(rank, world_size, folder, victim):
         elif text:
             with pytest.raises(StateError, match="not to be used"):
                 model(torch.zeros(1, 13))
-        good = shardwise.load(folder, model, optimizer)
+        good = shardwise.load(tmp_path, model, optimizer)
         assert good.step == 2 and set(count(model, optimizer)) == {"B"} and not good.skipped
         model(torch.zeros(1, 13))
         at += 1
-
-
-@pytest.mark.parametrize(("world_size", "victim"), [(1, 0), (2, 1), (3, 0)])
-def test_a_read_that_fails_is_told_to_all_and_the_model_runs_again_after_a_good_load(
-    tmp_path, world_size, victim
-):
-    results = run_ranks(load_with_each_operation_failing, world_size, str(tmp_path), victim)
-    assert len({(*said, looked_again) for said, looked_again in results}) == 1
-    said, looked_again = results[0]
+    same_on_all_ranks((said, looked_again))
     assert len(said) >= 6  # the listings, the indexes, the files
     # The manifest may be another save's by now: rank 0, who reads it, looks at it once more.
     assert looked_again == (2 if victim == 0 else 0)  # opened, and read
@@ -289,11 +249,12 @@ class Refused(FaultyFiles):
         return super().open(path)
 
 
-def load_what_cannot_be_read(rank, world_size, folder):
+@on_ranks(1, 3)
+def test_a_file_that_cannot_be_read_is_damage_and_the_older_checkpoint_is_taken(
+    rank, world_size, tmp_path
+):
     model, optimizer = build()
-    for save, step in (("A", 1), ("B", 2)):
-        stamp(model, optimizer, save)
-        shardwise.save(folder, model, optimizer, step=step)
+    save_each(tmp_path, model, optimizer)
     at = 3 if world_size > 1 else 2  # after the manifest and the indexes
     last = f"rank{world_size - 1:05d}-0"
     skipped = []
@@ -302,7 +263,7 @@ def load_what_cannot_be_read(rank, world_size, folder):
         Refused(MANIFEST),
         Refused(last),
     ):
-        with Checkpoints(folder, model, optimizer, files=files) as checkpoints:
+        with Checkpoints(tmp_path, model, optimizer, files=files) as checkpoints:
             with warnings.catch_warnings(record=True) as warned:
                 warnings.simplefilter("always")
                 loaded = checkpoints.load()
@@ -310,20 +271,12 @@ def load_what_cannot_be_read(rank, world_size, folder):
             assert set(count(model, optimizer)) == {"A"}, (loaded, count(model, optimizer))
             assert [str(w.message) for w in warned if "passed over" in str(w.message)] or rank != 0
             skipped += loaded.skipped
-    with Checkpoints(folder, model, optimizer, files=Refused("")) as checkpoints:
+    with Checkpoints(tmp_path, model, optimizer, files=Refused("")) as checkpoints:
         with warns_on_rank_0(rank, "errno 13"):
             assert checkpoints.load() is not None
         checkpoints.save(2, wait=True)  # the run comes to the step that it could not read
-    assert shardwise.load(folder, model, optimizer).step == 2
+    assert shardwise.load(tmp_path, model, optimizer).step == 2
     assert set(count(model, optimizer)) == {"A"}
-    return skipped
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_a_file_that_cannot_be_read_is_damage_and_the_older_checkpoint_is_taken(
-    tmp_path, world_size
-):
-    results = run_ranks(load_what_cannot_be_read, world_size, str(tmp_path))
-    assert all(skipped == results[0] for skipped in results) and len(results[0]) == 3
-    for text, number in zip(results[0], (errno.EIO, errno.EACCES, errno.EACCES), strict=True):
+    assert len(same_on_all_ranks(skipped)) == 3
+    for text, number in zip(skipped, (errno.EIO, errno.EACCES, errno.EACCES), strict=True):
         assert f"(errno {number})" in text and "step-00000002" in text

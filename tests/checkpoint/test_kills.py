@@ -50,7 +50,7 @@ class Campaign:
 def campaigns(tmp_path_factory):
     """Start both at once: a power cut mostly waits for what the system writes back by itself."""
     kill, power = (tmp_path_factory.mktemp(name) for name in ("kill", "power"))
-    started = {"kill": Campaign("kill", 17, 2, 1, kill, "--spread")}
+    started = {"kill": Campaign("kill", 12, 2, 1, kill, "--spread")}
     if not os.geteuid():
         started["power"] = Campaign("power", 6, 3, 2, power, "--spread")
     yield started

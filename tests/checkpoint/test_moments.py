@@ -1,7 +1,6 @@
 """Saves and loads at moments when they could go wrong without a word."""
 
-import itertools
-import threading
+import json
 from pathlib import Path
 
 import pytest
@@ -10,48 +9,14 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise
-from disk import Fault, FaultyFiles
-from inner import Files, step_name, steps_in
-from ranks import HANG_S, on_ranks, run_ranks
-from saving import warns_on_rank_0
+from disk import FaultyFiles
+from ranks import on_ranks
+from saving import flip, warns_on_rank_0
+from shardwise.checkpoint.files import Files
+from shardwise.checkpoint.folder import step_name, steps_in
 from shardwise.engine.api import engine_of
 from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint, StateError
-from stamped import build, count, stamp
-
-
-class SlowFiles(Files):
-    """Files that make nothing before they are let go."""
-
-    def __init__(self):
-        self.go = threading.Event()
-
-    def create(self, path):
-        assert self.go.wait(HANG_S)
-        return super().create(path)
-
-
-@on_ranks(1, 3)
-def test_a_wait_that_is_interrupted_leaves_the_save_in_flight_and_its_copy_alone(tmp_path):
-    model, optimizer = build()
-    files = SlowFiles()
-    with shardwise.Checkpoints(tmp_path, model, optimizer, files=files) as checkpoints:
-        stamp(model, optimizer, "A")
-        saving = checkpoints.save(1)
-        joined, saving.join = saving.join, _interrupted
-        with pytest.raises(KeyboardInterrupt):
-            checkpoints.finish()
-        saving.join = joined
-        files.go.set()
-        stamp(model, optimizer, "B")
-        checkpoints.save(2, wait=True)
-    for step, save in ((1, "A"), (2, "B")):
-        shardwise.load(tmp_path, model, optimizer, step=step)
-        assert set(count(model, optimizer)) == {save}
-    assert len(steps_in(Files(), tmp_path)) == 2
-
-
-def _interrupted():
-    raise KeyboardInterrupt
+from stamped import build, stamp
 
 
 @on_ranks(2)
@@ -111,13 +76,10 @@ def test_saves_and_loads_inside_gathered_are_refused(tmp_path):
 
 def damage(path, key):
     """Flip a bit of a tensor in the file of rank 0."""
-    data = bytearray(path.read_bytes())
+    data = path.read_bytes()
     size = 8 + int.from_bytes(data[:8], "little")
-    import json
-
     begin, end = json.loads(data[8:size])[key]["data_offsets"]
-    data[size + (begin + end) // 2] ^= 0x40
-    path.write_bytes(data)
+    flip(path, size + (begin + end) // 2)
 
 
 @on_ranks(1, 3)
@@ -176,27 +138,6 @@ def test_a_rotation_that_fails_is_warned_of_and_the_save_counts(rank, tmp_path):
     dist.barrier()  # rank 0 removes behind the others' backs
     assert len(failed) == (rank == 0)
     assert steps_in(Files(), tmp_path) == [3]
-
-
-def failing_in_the_same_pass(rank, world_size, folder):
-    model, optimizer = build()
-    faults = [Fault(0, 5, "sync")] if rank == world_size - 1 else []
-    files = FaultyFiles(Files(), *faults)
-    with shardwise.Checkpoints(folder, model, optimizer, files=files) as checkpoints:
-        checkpoints.save(1)
-        for number in itertools.count():  # as many as the background's thread takes to fail
-            try:
-                model(torch.zeros(1, 13)).sum().backward()
-            except CheckpointError as error:
-                checkpoints.save(1, wait=True)
-                return number, str(error)
-    raise AssertionError("nothing was raised")
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_a_failure_in_the_background_is_raised_in_the_same_pass_on_every_rank(tmp_path, world_size):
-    results = run_ranks(failing_in_the_same_pass, world_size, str(tmp_path))
-    assert len(set(results)) == 1 and "(errno 5)" in results[0][1]
 
 
 @on_ranks(2)

@@ -10,10 +10,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardwise
-from inner import Files, parse_manifest, verify
 from models import NormedBlock, NormedStack
 from ranks import RankError, start_ranks
 from saving import same
+from shardwise.checkpoint.files import Files
+from shardwise.checkpoint.manifest import parse_manifest
+from shardwise.checkpoint.verify import verify
 from shardwise.config import Units
 from shardwise.interop.fsdp2 import fully_shard
 

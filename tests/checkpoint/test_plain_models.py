@@ -5,48 +5,21 @@ import torch
 import torch.distributed as dist
 
 import shardwise
-from inner import step_name
 from ranks import on_ranks, run_ranks
 from saving import (
     Net,
     Setting,
-    adamw,
     build,
     differences,
     flip,
     full,
+    plain,
     take_step,
     tokens_of,
     truth_of,
 )
+from shardwise.checkpoint.folder import step_name
 from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint
-
-
-class Plain:
-    """A plain model with an optimizer, and what belongs to it."""
-
-    def __init__(self, seed, **options):
-        torch.manual_seed(seed)
-        self.model = Net(**options)
-        self.optimizer = adamw(self.model)
-        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=3.0)
-        self.scaler.scale(torch.ones(()))
-
-    @property
-    def extra(self):
-        return {"schedule": self.schedule, "scaler": self.scaler}
-
-
-def truth_of_plain(run):
-    truth = {}
-    for name, p in run.model.named_parameters(remove_duplicate=False):
-        truth[f"param {name}"] = full(p)
-        truth |= {f"state {name} {k}": full(v) for k, v in run.optimizer.state.get(p, {}).items()}
-    truth |= {f"buffer {n}": full(b) for n, b in run.model.named_buffers() if n != "scratch"}
-    truth |= {f"group 0 {k}": v for k, v in run.optimizer.param_groups[0].items() if k != "params"}
-    truth |= {f"schedule {k}": v for k, v in run.schedule.state_dict().items()}
-    return truth | {f"scaler {k}": v for k, v in run.scaler.state_dict().items()}
 
 
 def save(rank, world_size, folder, setting):
@@ -63,17 +36,17 @@ def save(rank, world_size, folder, setting):
 def test_a_plain_model_gets_the_same_bits_without_a_process_group(tmp_path, setting):
     older, newest = run_ranks(save, setting.num_ranks, tmp_path, setting)[0]
     assert not dist.is_initialized()
-    run = Plain(7)
+    run = plain(7)
     loaded = shardwise.load(tmp_path, run.model, run.optimizer, extra=run.extra)
     assert (loaded.step, loaded.num_ranks_saved) == (2, setting.num_ranks)
-    assert differences(truth_of_plain(run), newest) == []
+    assert differences(truth_of(run), newest) == []
     assert all(type(v) is torch.Tensor for s in run.optimizer.state.values() for v in s.values())
     assert all(p.grad is None for p in run.model.parameters())
     run.model(tokens_of(3, 0, 1)).sum().backward()  # it trains on
     run.optimizer.step()
     shardwise.load(tmp_path / step_name(1), run.model, run.optimizer, extra=run.extra)
-    assert differences(truth_of_plain(run), older) == []
-    weights = Plain(8).model.eval()
+    assert differences(truth_of(run), older) == []
+    weights = plain(8).model.eval()
     shardwise.load(tmp_path, weights, step=2, restore_generators=False)
     got = {f"param {n}": full(p) for n, p in weights.named_parameters(remove_duplicate=False)}
     assert differences(got, {k: v for k, v in newest.items() if k.startswith("param")}) == []
@@ -89,9 +62,9 @@ def _ddp(model):
 
 def test_a_plain_model_refuses_what_does_not_fit_and_falls_back_from_damage(tmp_path):
     older, _ = run_ranks(save, 2, tmp_path, Setting(2))[0]
-    run = Plain(7)
+    run = plain(7)
     run.model.few = torch.nn.Parameter(torch.zeros(3))
-    before = truth_of_plain(run)
+    before = truth_of(run)
     with pytest.raises(ConfigError, match=r"DistributedDataParallel.*give ddp\.module"):
         shardwise.load(tmp_path, _ddp(run.model))
     with pytest.raises(ConfigError, match=r"expected an nn\.Module, got int"):
@@ -101,17 +74,17 @@ def test_a_plain_model_refuses_what_does_not_fit_and_falls_back_from_damage(tmp_
     assert "shard" not in str(caught.value)
     with pytest.raises(CheckpointError, match=r"'few' has shape \(2,\) there and \(3,\) here"):
         shardwise.load(tmp_path, run.model, run.optimizer)
-    assert differences(truth_of_plain(run), before) == []
+    assert differences(truth_of(run), before) == []
     with torch.device("meta"):
         empty = Net()
     with pytest.raises(ConfigError, match=r"meta device.*to_empty"):
         shardwise.load(tmp_path, empty)
     flip(tmp_path / step_name(2) / "rank00001-0.safetensors")
-    run = Plain(7)
+    run = plain(7)
     with pytest.warns(UserWarning, match=r"rank00001-0.safetensors"):
         loaded = shardwise.load(tmp_path, run.model, run.optimizer, extra=run.extra)
     assert loaded.step == 1
-    assert differences(truth_of_plain(run), older) == []
+    assert differences(truth_of(run), older) == []
     with pytest.raises(DamagedCheckpoint, match=r"do not use that before a load has succeeded"):
         shardwise.load(tmp_path, run.model, run.optimizer, step=2)
 
@@ -121,9 +94,9 @@ def load_alone(rank, world_size, folder, expected):
     problems = []
     for who in (range(1), range(world_size)):
         if rank in who:
-            run = Plain(rank)
+            run = plain(rank)
             shardwise.load(folder, run.model, run.optimizer, extra=run.extra)
-            here = {k: v for k, v in truth_of_plain(run).items() if not k.startswith("buffer")}
+            here = {k: v for k, v in truth_of(run).items() if not k.startswith("buffer")}
             there = {k: v for k, v in expected.items() if not k.startswith("buffer")}
             problems += differences(here, there)
     return problems

@@ -11,34 +11,23 @@ import torch
 from torch import nn
 
 import shardwise
-from inner import (
-    CHUNK_BYTES,
-    DIGEST_CHARS,
+from ranks import run_ranks
+from scaling import expected_bytes, llama_shapes, manifest_of, part_of, wanted_by, write_all
+from shardwise.checkpoint.assemble import assemble
+from shardwise.checkpoint.container import CHUNK_BYTES, DIGEST_CHARS
+from shardwise.checkpoint.files import Files
+from shardwise.checkpoint.manifest import (
     MANIFEST,
-    Checkpoint,
-    Files,
     IndexRow,
-    Item,
-    Part,
-    Table,
-    TensorInfo,
-    assemble,
     index_name,
     parse_index,
     parse_manifest,
     seal,
-    write_checkpoint,
-    write_rank,
 )
-from ranks import run_ranks
-from scaling import (
-    expected_bytes,
-    llama_shapes,
-    manifest_of,
-    part_of,
-    wanted_by,
-    write_all,
-)
+from shardwise.checkpoint.read import Checkpoint
+from shardwise.checkpoint.source import TensorInfo
+from shardwise.checkpoint.state import Item, Table
+from shardwise.checkpoint.write import Part, write_checkpoint, write_rank
 from shardwise.layout import boxes
 from shardwise.layout.boxes import owners_of
 from shardwise.strict_json import dumps

@@ -16,11 +16,11 @@ import torch.distributed as dist
 
 import shardwise
 from disk import Fault, FaultyFiles, Killed, SimulatedDisk
-from inner import (
-    Checkpoints,
-    Files,
-    Load,
-    check_quickly,
+from ranks import HANG_S, on_ranks, start_ranks
+from saving import flip, same_on_all_ranks, warns_on_rank_0
+from shardwise.checkpoint.checkpoints import Checkpoints
+from shardwise.checkpoint.files import Files
+from shardwise.checkpoint.folder import (
     choose,
     clean_up,
     hold,
@@ -32,8 +32,8 @@ from inner import (
     steps_in,
     temporary,
 )
-from ranks import HANG_S, on_ranks, run_ranks, start_ranks
-from saving import flip
+from shardwise.checkpoint.save_load import Load
+from shardwise.checkpoint.verify import check_quickly
 from shardwise.comm.control import SoloControl
 from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint
 from stamped import build, count, stamp
@@ -312,27 +312,40 @@ def test_only_a_checkpoint_is_replaced_and_no_link_file_or_folder_of_the_user(tm
 
 
 @on_ranks(1, 3)
-def test_steps_that_a_load_found_damaged_do_not_count_among_the_last_to_keep(rank, tmp_path):
-    model, optimizer = build(save="A")
-    with Checkpoints(tmp_path, model, optimizer) as checkpoints:
-        for step in (1, 2, 3, 4):
+def test_a_run_that_went_on_behind_damaged_steps_saves_them_again_and_keeps_the_last_that_count(
+    rank, tmp_path
+):
+    """Steps 3 and 4 are damaged; training goes on from 2, and comes to 3 or starts with 5."""
+    model, optimizer = build()
+    again, beyond = tmp_path / "again", tmp_path / "beyond"
+    with Checkpoints(again, model, optimizer) as checkpoints:
+        for step, save in enumerate("ABCD", 1):
+            stamp(model, optimizer, save)
             checkpoints.save(step, wait=True)
     if rank == 0:
         for step in (3, 4):
-            flip(tmp_path / step_name(step) / "rank00000-0.safetensors")
+            flip(again / step_name(step) / "rank00000-0.safetensors")
+        shutil.copytree(again, beyond)
     dist.barrier()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with Checkpoints(tmp_path, model, optimizer, keep_last=2) as checkpoints:
-            loaded = checkpoints.load()
-            assert loaded is not None and loaded.step == 2
-            checkpoints.save(5, wait=True)
-            dist.barrier()  # rank 0 removes after the others have gone on
-            assert steps_in(FILES, tmp_path) == [5, 4, 3, 2]
-            dist.barrier()
-            checkpoints.save(6, wait=True)
-        dist.barrier()
-    assert steps_in(FILES, tmp_path) == [6, 5, 4, 3]
+    for folder, left in (
+        (again, {3: [4, 3, 2], 4: [4, 3]}),
+        (beyond, {5: [5, 4, 3, 2], 6: [6, 5, 4, 3]}),
+    ):
+        with Checkpoints(folder, model, optimizer, keep_last=2) as checkpoints:
+            with warns_on_rank_0(rank, "is damaged"):
+                loaded = checkpoints.load()
+            assert loaded is not None and loaded.step == 2 and len(loaded.skipped) == 2
+            for (step, steps), save in zip(left.items(), "EF", strict=True):
+                stamp(model, optimizer, save)
+                checkpoints.save(step, wait=True)
+                dist.barrier()  # rank 0 removes after the others have gone on
+                assert steps_in(FILES, folder) == steps
+                dist.barrier()
+            newest = checkpoints.load()
+            assert newest is not None and newest.step == step and not newest.skipped
+            assert set(count(model, optimizer, "DF")) == {"F"}
+            with pytest.raises(CheckpointError, match="exists already"):  # good ones stay
+                checkpoints.save(step, wait=True)
 
 
 @on_ranks(1, 3)
@@ -432,18 +445,23 @@ MEDDLES = [
 ]
 
 
-def load_beside(rank, world_size, root, does, there):
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize(("does", "there", "letters"), MEDDLES)
+@on_ranks()
+def test_a_checkpoint_that_is_removed_or_replaced_while_it_is_read_gives_way_and_is_no_damage(
+    rank, world_size, tmp_path, does, there, letters
+):
     model, optimizer = build()
-    folder, found = root / "run", []
+    folder, found = tmp_path / "run", []
     for letter, step in SAVES.items():
         stamp(model, optimizer, letter)
         extra = {"text": letter * (1 + 99 * (letter == "C"))}  # of another size than the old one
-        shardwise.save(root / letter, model, optimizer, step=step, extra=extra)
+        shardwise.save(tmp_path / letter, model, optimizer, step=step, extra=extra)
     for at, is_one in product(range(14), (False, True) if does is save_again else (False,)):
         if rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
             for name, letter in there.items():
-                shutil.copytree(root / letter / step_name(SAVES[letter]), folder / name)
+                shutil.copytree(tmp_path / letter / step_name(SAVES[letter]), folder / name)
         dist.barrier()
         stamp(model, optimizer, "Z")
         files = Meddling(folder, at, does) if rank == 0 else FILES
@@ -451,20 +469,11 @@ def load_beside(rank, world_size, root, does, there):
             folder, folder / step_name(2) if is_one else None
         )
         assert loaded is not None
-        letters = "".join(count(model, optimizer))
-        found.append((loaded.step, letters, loaded.extra["text"][0], loaded.skipped))
+        read = "".join(count(model, optimizer))
+        found.append((loaded.step, read, loaded.extra["text"][0], loaded.skipped))
         dist.barrier()
-    return found
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize(("does", "there", "letters"), MEDDLES)
-def test_a_checkpoint_that_is_removed_or_replaced_while_it_is_read_gives_way_and_is_no_damage(
-    tmp_path, world_size, does, there, letters
-):
-    found = run_ranks(load_beside, world_size, tmp_path, does, there)
-    assert set(found[0]) == {(SAVES[letter], letter, letter, ()) for letter in letters}
-    assert all(rank == found[0] for rank in found)
+    same_on_all_ranks(found)
+    assert set(found) == {(SAVES[letter], letter, letter, ()) for letter in letters}
 
 
 @pytest.mark.parametrize("replaced", [False, True])
