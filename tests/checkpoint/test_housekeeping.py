@@ -1,6 +1,7 @@
 """The folder of a run: what is removed and what never is, who may write there, what is reported."""
 
 import errno
+import itertools
 import json
 import os
 import re
@@ -87,8 +88,8 @@ def test_rotation_removes_no_checkpoint_of_another_run():
 
 
 def test_killed_at_any_operation_of_a_rotation_what_is_left_are_whole_checkpoints():
-    start, at = disk_with(1, {1: "A", 2: "B", 3: "C", 4: "D"}), 0
-    while True:
+    start = disk_with(1, {1: "A", 2: "B", 3: "C", 4: "D"})
+    for at in itertools.count():
         disk = kept(start)
         files = FaultyFiles(disk, Fault(at))
         try:
@@ -105,7 +106,6 @@ def test_killed_at_any_operation_of_a_rotation_what_is_left_are_whole_checkpoint
         rotate(disk, RUN, "run", 2, None, 4)
         assert steps_in(disk, RUN) == [4, 3]
         assert not [name for name in disk.tree() if "/.old-" in name]
-        at += 1
 
 
 FOREIGN = (
