@@ -236,8 +236,7 @@ def try_to_open(rank, world_size, folder):
     model, optimizer = build()
     try:
         with Checkpoints(folder, model, optimizer) as checkpoints:
-            loaded = checkpoints.load()
-            assert loaded is not None
+            assert checkpoints.load() is not None
             checkpoints.save(2, wait=True)
             return "", list(checkpoints.leftovers.removed)
     except CheckpointError as error:
@@ -274,7 +273,6 @@ def test_a_lock_says_whose_it_is_and_one_whose_writer_died_in_the_middle_that_it
     take_lock(Files(), tmp_path, "our run").release()
     assert json.loads((tmp_path / LOCK).read_text())["run"] == "our run"
     lock = Files().lock(tmp_path / LOCK)
-    assert lock is not None
     lock.write('{"pid": 1')
     with pytest.raises(CheckpointError, match="another process saves checkpoints there"):
         take_lock(Files(), tmp_path, "our run")
@@ -310,7 +308,6 @@ def test_a_run_starts_however_long_others_hold_the_lock_to_ask_whose_it_is(tmp_p
     assert files.num_tries == len(pauses) + 1 > 6
 
     asking = Files().lock(tmp_path / LOCK, shared=True)  # and is stopped
-    assert asking is not None
     assert lock_holder(Files(), tmp_path) is None  # two who ask are not each other's holder
     with pytest.raises(CheckpointError, match=r"only test this lock .* for a minute"):
         take_lock(Files(), tmp_path, "mine")
@@ -318,7 +315,6 @@ def test_a_run_starts_however_long_others_hold_the_lock_to_ask_whose_it_is(tmp_p
     asking.release()
 
     def hold_while_asked(_):
-        assert asking is not None
         asking.release()
         held.append(take_lock(Files(), tmp_path, "other"))
 

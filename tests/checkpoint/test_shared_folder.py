@@ -331,7 +331,7 @@ def test_a_run_that_went_on_behind_damaged_steps_saves_them_again_and_keeps_the_
         with Checkpoints(folder, model, optimizer, keep_last=2) as checkpoints:
             with warns_on_rank_0(rank, "is damaged"):
                 loaded = checkpoints.load()
-            assert loaded is not None and loaded.step == 2 and len(loaded.skipped) == 2
+            assert loaded.step == 2 and len(loaded.skipped) == 2
             for (step, steps), save in zip(left.items(), "EF", strict=True):
                 stamp(model, optimizer, save)
                 checkpoints.save(step, wait=True)
@@ -339,7 +339,7 @@ def test_a_run_that_went_on_behind_damaged_steps_saves_them_again_and_keeps_the_
                 assert steps_in(FILES, folder) == steps
                 dist.barrier()
             newest = checkpoints.load()
-            assert newest is not None and newest.step == step and not newest.skipped
+            assert newest.step == step and not newest.skipped
             assert set(count(model, optimizer, "DF")) == {"F"}
             with pytest.raises(CheckpointError, match="exists already"):  # good ones stay
                 checkpoints.save(step, wait=True)
@@ -402,7 +402,6 @@ def test_a_relative_folder_is_the_one_of_the_moment_it_was_named(tmp_path):
     os.chdir(here)
     written = shardwise.save("one", model, optimizer)
     loaded = shardwise.load("one", model, optimizer)
-    assert again is not None
     assert saving.wait().path == again.path == here / "run" / step_name(1)
     assert written.path == loaded.path == here / "one" and not list(there.iterdir())
 
@@ -467,7 +466,6 @@ def test_a_checkpoint_that_is_removed_or_replaced_while_it_is_read_gives_way_and
         loaded = Load(files, model, optimizer).run(
             folder, folder / step_name(2) if is_one else None
         )
-        assert loaded is not None
         read = "".join(count(model, optimizer))
         found.append((loaded.step, read, loaded.extra["text"][0], loaded.skipped))
         dist.barrier()
