@@ -44,30 +44,6 @@ CURVES = [
         | {"warmup_min_ratio": 0.1, "cos_min_ratio": 0.05},
     ),
     ("WarmupCosineLR", {"total_num_steps": 3, "warmup_num_steps": 5}),
-    ("OneCycle", {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_first_step_size": 10}),
-    (
-        "OneCycle",
-        {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_first_step_size": 7}
-        | {"cycle_second_step_size": 11, "decay_step_size": 3, "decay_lr_rate": 0.5}
-        | {"decay_mom_rate": 0.01, "cycle_min_mom": 0.7, "cycle_max_mom": 0.95},
-    ),
-    (
-        "OneCycle",
-        {"cycle_min_lr": [0.01, 0.02], "cycle_max_lr": 0.1, "cycle_first_step_size": 9}
-        | {"cycle_first_stair_count": 3, "cycle_second_stair_count": 2, "cycle_momentum": False},
-    ),
-    (
-        "OneCycle",
-        {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_first_step_size": 6}
-        | {"cycle_second_step_size": 13, "cycle_first_stair_count": 4, "decay_step_size": 2},
-    ),
-    ("LRRangeTest", {}),
-    (
-        "LRRangeTest",
-        {"lr_range_test_min_lr": 0.01, "lr_range_test_step_size": 4}
-        | {"lr_range_test_step_rate": 3.0, "lr_range_test_staircase": True},
-    ),
-    ("LRRangeTest", {"lr_range_test_min_lr": [0.01, 0.1], "lr_range_test_step_size": 3}),
 ]
 SIZES = [(t, m, g, w) for t, m, g in product((None, 12, 7), (None, 2), (None, 3)) for w in (1, 2)]
 

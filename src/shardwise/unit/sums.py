@@ -33,6 +33,7 @@ import torch
 from torch import promote_types
 
 from shardwise.comm.pending import CollectiveId, GatherItem, Pending, ReduceItem
+from shardwise.layout.boxes import contiguous_stride
 from shardwise.layout.segments import Layout, Segment, even_segment
 from shardwise.layout.wire import is_coded
 from shardwise.mesh import Axis
@@ -83,16 +84,12 @@ class Sum:
     own: OwnSum | None = None
     after_reduce: Callable[[torch.Tensor], object] | None = None
 
-    @property
+    @cached_property
     def key(self) -> tuple[object, ...]:
         """The settings, with a user's functions by identity: they may not be comparable."""
         own = (self.own and self.own.reduce_scatter, self.after_reduce)
         same = ((id(getattr(f, "__self__", f)), getattr(f, "__func__", None)) for f in own)
         return (self.divisor, self.zero_fill, self.in_param_dtype, self.all_reduces, *same)
-
-    def start(self, units: Sequence["Unit"]) -> "RunningSum":
-        """Pass the units' gradients to the transport."""
-        return RunningSum(units, self)
 
 
 @dataclass(frozen=True, eq=False)
@@ -257,8 +254,10 @@ class RunningSum:
                 full = segment.full_numel(layout.num_ranks)
                 full_segments.append((segment, out[segment.full_offset :][:full]))
             parts = tuple((layout.params[index].offset, by_index[index]) for index in inside)
-            codings = [_coding_of(unit, layout.params[i].shape) for i in inside if is_coded_here]
-            items.append(ReduceItem(segment, parts, out[begin : begin + numel], tuple(codings)))
+            codings: tuple[Coding | None, ...] = ()
+            if is_coded_here:
+                codings = tuple(_coding_of(unit, layout.params[i].shape) for i in inside)
+            items.append(ReduceItem(segment, parts, out[begin : begin + numel], codings))
         if num_counts:
             items.append(self._count(params, counts))
         self._parts.append(_Part(unit, storage, params, out, counts, full_segments))
@@ -383,6 +382,7 @@ class RunningSum:
         means = {}
         dtype = part.storage.master_dtype
         out = part.evicted()
+        first = out.storage_offset()
         counts = part.counts if part.counts.numel() else None
         used = _counted_anywhere(part.params, self._used_here, counts)
         if self._how.zero_fill:
@@ -390,8 +390,8 @@ class RunningSum:
         for param in part.params:
             if param in used:
                 shape = param.sharded._local_tensor.shape
-                begin = part.storage.place_in_shards(param.index)
-                mean = out[begin : begin + shape.numel()].view(shape)
+                begin = first + part.storage.place_in_shards(param.index)
+                mean = out.as_strided(shape, contiguous_stride(shape), begin)
                 means[param] = mean if mean.dtype == dtype else mean.to(dtype)
         return means
 
@@ -426,9 +426,9 @@ def _may_defer(units: Sequence["Unit"]) -> bool:
     """Tell whether sums over replicas may wait for a later micro-batch of the window."""
     first = units[0]
     replicate = first.comm.axes.replicate
-    if replicate is None or replicate.size == 1 or first.scheduler is None:
+    if replicate is None or replicate.size == 1 or first.engine is None:
         return False
-    if first.scheduler.is_last_micro_batch:
+    if first.engine.is_last_micro_batch:
         return False
     if first.settings.stands_while_full and first.grads.sums.all_reduces:
         return False
