@@ -62,7 +62,7 @@ class Engine:
         )
         self.backward = Backward(comm, rules, self.conditions, self.activations)
         self._num_calls = 0
-        self.take_units([])
+        self.units: list[Unit] = []
 
     def take_units(self, units: list[Unit], order: Sequence[int] | None = None) -> None:
         """Take over all units, the root first; ``order`` as in `Schedule.take_units`."""

@@ -246,7 +246,7 @@ class Materializer:
         args = layout, axis.rank, stage, dtypes, self._device, self._ledger, unit.home
         storage = Storage(*args, unit.precision.coding)
         if any(param.param.requires_grad for param in params):
-            storage.means.reserve()
+            storage.mean_memory.reserve()
         for number, (param, dim) in enumerate(zip(params, dims, strict=True)):
             shape = tuple(local_of(param.param).shape)
             cut_layout = layout if stage.shards_state else None

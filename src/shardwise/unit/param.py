@@ -123,7 +123,7 @@ class AsShardTensor:
             param.gradient.mean = ShardTensor.wrap(mean, self.cut)
         else:
             if param.has_storage:
-                param.storage.means.forget()  # the sum lies elsewhere; do not keep two
+                param.storage.mean_memory.forget()  # the sum lies elsewhere; do not keep two
             (grad._local_tensor if isinstance(grad, ShardTensor) else grad).add_(mean)
 
 
@@ -256,7 +256,8 @@ class ShardedParam:
         self.index = 0
         self.sharded: Sharded = None  # type: ignore[assignment]  # until it is laid out
         self.leaf: nn.Parameter | None = None  # None until it is made; `OwnGather` makes it
-        self.local: torch.Tensor = None  # type: ignore[assignment]  # its elements then
+        # The local tensor when it was laid out; another one in its place was put there by the user.
+        self.local: torch.Tensor = None  # type: ignore[assignment]
         self.gradient = Gradient(self)
         self.tie: Tie | None = None  # with copies on other pipeline stages
         self._watched = False

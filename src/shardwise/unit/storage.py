@@ -105,7 +105,7 @@ class Storage:
         self._shares = Shares(self.memory, self.copy.data, self.master.data, home, file)
         # Where parameters are freed to save memory, that of their gradients is not kept either.
         is_kept = device.type == "cpu" and not stage.frees_after_backward
-        self.means = MeansMemory(numel, master_dtype, device, home, is_kept=is_kept)
+        self.mean_memory = MeansMemory(numel, master_dtype, device, home, is_kept=is_kept)
 
     @property
     def is_fresh(self) -> bool:

@@ -109,7 +109,7 @@ class RowsApart:
     shards_state = True
 
     @cached_property
-    def means(self) -> MeansMemory:
+    def mean_memory(self) -> MeansMemory:
         """The memory of the means, on the computing device."""
         return MeansMemory(self.layout.shard_numel(self.rank), self.master_dtype, self.device)
 
@@ -155,14 +155,14 @@ class _Part:
         ]
 
     def start_evict(self) -> None:
-        """Start copying the means to the slices' home, unless it has started."""
+        """Start copying the means to the slices' home if that is elsewhere; do it only once."""
         if self.brought is None:
-            self.brought = self.storage.means.start_evict(self.out)
+            self.brought = self.storage.mean_memory.start_evict(self.out)
             if self.brought[0] is not self.out:
                 self.out, self.counts = self.brought[0], self.counts.clone()  # a view of one buffer
 
     def evicted(self) -> torch.Tensor:
-        """Wait for the copy; return the means at the slices' home."""
+        """Wait for the copy, if there is one; return the means at the slices' home."""
         assert self.brought is not None
         self.brought[1].wait()
         return self.brought[0]
@@ -238,7 +238,7 @@ class RunningSum:
         num_counts = len(params) if self._comm.axes.num_ranks > 1 else 0
         # The counts are summed over replicas with the slices, so they lie behind them.
         behind = num_counts if self._comm.axes.replicate and not replicated else 0
-        buffer = storage.means.take(dtype, behind)
+        buffer = storage.mean_memory.take(dtype, behind)
         out, counts = buffer.split([buffer.numel() - behind, behind])
         if self._defers and len(params) < len(layout.params):
             out.zero_()  # so that the window's sums start at 0 for parameters trained later
@@ -344,7 +344,7 @@ class RunningSum:
         if isinstance(part.storage, Storage) and part.storage.unreduced is not None:
             torch.add(part.storage.unreduced.sums, part.out, out=part.out)
             part.storage.unreduced = None
-            part.storage.means.forget()
+            part.storage.mean_memory.forget()
         collective = self._comm.collective_id("all_reduce", part.unit.name, part.unit.index)
         if not part.storage.shards_state:
             summed = [*part.means, part.counts]
@@ -366,7 +366,7 @@ class RunningSum:
             kept.sums.add_(part.out)
             kept.params.update(part.params)
             kept.used |= used
-            part.storage.means.forget()  # the sum lies elsewhere; do not keep two
+            part.storage.mean_memory.forget()  # the sum lies elsewhere; do not keep two
         self._parts = []
 
     def _start_gather(self, part: _Part) -> Pending:
