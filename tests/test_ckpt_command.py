@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import shardwise
-from checkpoint.saving import Setting, build, take_step
+from checkpoint.saving import Setting, build, flip, take_step
 from commands import run_alone
 from convert import fake_deepspeed
 from convert.sources import MemorySource, all_bits, whole_tensors
@@ -81,12 +81,6 @@ def locked(run):
     lock = take_lock(FILES, run, "abc")
     yield lock
     lock.release()
-
-
-def flip(path, at=-1):
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
 
 
 def cut(path):

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from block_codes import decoded, decoded_block, fp8_numbers, wire_bytes
+from block_codes import decoded_block, wire_bytes
 from shardwise.codes.reduce import decode, encode
 from shardwise.layout.segments import build_layout
 from shardwise.layout.wire import Wire
@@ -52,22 +52,6 @@ def test_what_arrives_is_what_the_page_says_to_the_bit(kind, values):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=150, deadline=None)
-@given(values=BLOCKS)
-def test_no_number_moves_by_more_than_the_formats_bound(kind, values):
-    """Half a step of the largest magnitude, and for fp8 a sixteenth of the number itself."""
-    largest = max(abs(v) for v in values)
-    levels = {"int8": 127, "fp8": 448, "int4": 7}[kind]
-    scale = max(largest / levels, 2.0**-126) * (1 + 2.0**-20)
-    slack = levels * scale * 2.0**-20
-    for value, came in zip(values, there_and_back(values, kind).tolist(), strict=True):
-        bound = scale / 2 if kind != "fp8" else max(abs(value) / 16, scale * 2.0**-10)
-        assert math.isfinite(came)
-        assert abs(came) <= largest + 2.0**-149 or largest < 2.0**-119
-        assert abs(came - value) <= bound + slack, (value, came)
-
-
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @settings(max_examples=30, deadline=None)
 @given(values=BLOCKS, place=st.integers(0, 40))
@@ -75,25 +59,6 @@ def test_a_block_with_one_number_that_is_not_finite_has_none(kind, bad, values, 
     values = [*values]
     values[place % len(values)] = bad
     assert there_and_back(values, kind).isnan().all()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_zeros_and_numbers_below_the_smallest_normal_one_stay_small(kind):
-    assert there_and_back([0.0, -0.0, 0.0], kind).abs().tolist() == [0.0] * 3
-    assert there_and_back([1e-45, -1e-40, 0.0], kind).abs().max() <= 2.0**-126
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_huge_outlier_costs_its_own_block_alone(kind):
-    values = torch.cat([torch.tensor([LARGEST]), torch.linspace(-1, 1, 31)])
-    block = values.reshape(2, 16)
-    codes = torch.empty(2, Coding(kind, 16).code_bytes(16), dtype=torch.uint8)
-    scales, out = torch.empty(2, 1), torch.empty(2, 16)
-    encode(block, codes, scales, kind)
-    decode(codes, scales, out, kind)
-    assert out[0].isfinite().all()
-    assert (out[0, 1:] == 0).all()
-    assert torch.equal(out[1], torch.from_numpy(decoded_block(block[1].tolist(), kind)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -108,13 +73,6 @@ def test_codes_of_fp8_stand_for_what_torchs_own_cast_gives(dtype):
     assert torch.equal(out[0][there], wanted[there])
     decode(codes[None], torch.full((1, 1), torch.nan), out, "fp8")
     assert out.isnan().all()
-
-
-def test_every_code_of_fp8_is_its_own_image():
-    numbers = fp8_numbers()
-    assert there_and_back([*numbers, 448.0], "fp8")[-1] == pytest.approx(448.0, rel=2**-21)
-    scaled = there_and_back(numbers, "fp8") / (448.0 / numbers[-1])
-    assert torch.allclose(scaled, torch.tensor(numbers), rtol=2**-20, atol=0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -164,10 +122,3 @@ def test_blocks_of_256_take_these_parts_of_bf16(kind, ratio):
     wire = Wire(build_layout("rows", shapes, 4), Coding(kind, 256), 2)
     assert wire.num_bytes == ratio * 2 * wire.layout.full_numel
     assert wire.num_bytes == 2 * wire_bytes(1024 * 512, kind, 256)
-
-
-def test_the_oracle_knows_a_cut_block():
-    values = np.array([1.0, 2.0, 100.0, 3.0], dtype=np.float32)
-    whole, cut = decoded(values, "int4", 16), decoded(values, "int4", 16, [2])
-    assert whole[0] == 0
-    assert cut[0] == pytest.approx(6 / 7, rel=1e-6) or cut[0] == pytest.approx(8 / 7, rel=1e-6)

@@ -16,18 +16,8 @@ from ranks import on_ranks, run_ranks
 from roundings import assert_all_rounded_alike, of_gradient
 from shardwise import accumulate, shard
 from shardwise.data import Samples, TokenFiles
-from shardwise.data.order import BatchShare, SampleOrder, permute
+from shardwise.data.order import BatchShare, SampleOrder
 from shardwise.errors import ConfigError, StateError
-
-
-@given(size=st.integers(1, 400), key=st.integers(0, 2**64 - 1))
-def test_permute_is_a_permutation(size, key):
-    assert sorted(permute(i, size, key) for i in range(size)) == list(range(size))
-
-
-def test_permute_depends_on_its_key():
-    orders = {tuple(permute(i, 50, key) for i in range(50)) for key in range(20)}
-    assert len(orders) == 20
 
 
 @given(size=st.integers(1, 500), data=st.data(), seed=st.integers(0, 99))
@@ -36,6 +26,12 @@ def test_each_epoch_takes_each_sample_once_with_blocks_and_without(size, data, s
     for epoch in range(2):
         taken = [order.sample(epoch * size + place) for place in range(size)]
         assert sorted(taken) == list(range(size))
+
+
+def test_each_epoch_and_each_seed_has_an_order_of_its_own():
+    orders = (SampleOrder(50, seed, None) for seed in range(10))
+    taken = {tuple(map(o.sample, range(first, first + 50))) for o in orders for first in (0, 50)}
+    assert len(taken) == 20
 
 
 def test_blocks_keep_reads_in_a_few_regions_and_mix_them():

@@ -52,11 +52,11 @@ def prose(page: Path) -> str:
     return FENCE.sub("", page.read_text())
 
 
-@pytest.mark.parametrize("page", PAGES, ids=page_id)
-def test_every_relative_link_resolves(page):
-    links = [link for link in LINK.findall(prose(page)) if "://" not in link]
-    broken = [link for link in links if not (page.parent / link.split("#")[0]).exists()]
-    assert not broken, f"{page_id(page)}: {broken}"
+def test_every_relative_link_resolves():
+    for page in PAGES:
+        links = [link for link in LINK.findall(prose(page)) if "://" not in link]
+        broken = [link for link in links if not (page.parent / link.split("#")[0]).exists()]
+        assert not broken, f"{page_id(page)}: {broken}"
 
 
 def anchors_of(page: Path) -> set[str]:
@@ -66,27 +66,20 @@ def anchors_of(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in plain}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=page_id)
-def test_every_linked_section_exists(page):
-    links = [link for link in LINK.findall(prose(page)) if "://" not in link and ".md#" in link]
-    links += [page.name + link for link in LINK.findall(prose(page)) if link.startswith("#")]
-    parts = [link.split("#") for link in links]
-    broken = [link for link in parts if link[1] not in anchors_of(page.parent / link[0])]
-    assert not broken, f"{page_id(page)}: {broken}"
+def test_every_linked_section_exists():
+    for page in PAGES:
+        links = [link for link in LINK.findall(prose(page)) if "://" not in link and ".md#" in link]
+        links += [page.name + link for link in LINK.findall(prose(page)) if link.startswith("#")]
+        parts = [link.split("#") for link in links]
+        broken = [link for link in parts if link[1] not in anchors_of(page.parent / link[0])]
+        assert not broken, f"{page_id(page)}: {broken}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=page_id)
-def test_every_page_is_reached_from_the_index_or_the_readme(page):
+def test_every_page_is_reached_from_the_index_or_the_readme():
     index = ROOT / "docs" / "index.md"
     entries = (index, ROOT / "docs" / "decisions" / "README.md")
     linked = {(e.parent / link).resolve() for e in entries for link in LINK.findall(e.read_text())}
-    assert page == index or page.resolve() in linked
-
-
-@pytest.mark.parametrize("page", PAGES, ids=page_id)
-def test_python_blocks_compile(page):
-    for code in code_blocks(page, "python"):
-        ast.parse(code, page_id(page))
+    assert not {page.resolve() for page in PAGES} - linked - {index.resolve()}
 
 
 def names_in(page: Path) -> Iterator[str]:
@@ -111,7 +104,7 @@ def test_every_name_under_shardwise_exists(page):
 def test_calls_of_shardwise_name_parameters_that_exist(page):
     """Parameters of earlier versions, which calls take with a warning, are not in the pages."""
     for code in code_blocks(page, "python"):
-        for node in ast.walk(ast.parse(code)):
+        for node in ast.walk(ast.parse(code, page_id(page))):
             if not isinstance(node, ast.Call) or not NAME.fullmatch(ast.unparse(node.func)):
                 continue
             called = attrgetter(ast.unparse(node.func).removeprefix("shardwise."))(shardwise)
@@ -120,11 +113,11 @@ def test_calls_of_shardwise_name_parameters_that_exist(page):
             assert named <= known, f"{page_id(page)}: {ast.unparse(node)}: {named - known}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=page_id)
-def test_every_cited_program_exists(page):
-    cited = re.findall(r"\b(?:benchmarks|examples|tests)/[\w/-]+\.\w+", page.read_text())
-    missing = [path for path in cited if not (ROOT / path).exists()]
-    assert not missing, f"{page_id(page)}: {missing}"
+def test_every_cited_program_exists():
+    for page in PAGES:
+        cited = re.findall(r"\b(?:benchmarks|examples|tests)/[\w/-]+\.\w+", page.read_text())
+        missing = [path for path in cited if not (ROOT / path).exists()]
+        assert not missing, f"{page_id(page)}: {missing}"
 
 
 def test_every_cited_note_stands_in_the_code():

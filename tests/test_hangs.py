@@ -41,12 +41,10 @@ from shardwise.train.text import load_tokenizer
 
 SAMPLE = [
     Case("data", "stop", rank=0, place="loss", step=150, timeout_s=10.0, agent=False),
-    Case("data", "kill", place="backward", unit=2, timeout_s=10.0),
     Case("data", "raise", place="step", timeout_s=10.0),
     Case("pipeline", "stop", rank=3, unit=1, timeout_s=10.0),
     Case("fully_shard", "skip", place="loss", timeout_s=10.0),
     Case("ddp", "loader", place="loader", timeout_s=10.0),
-    Case("ddp", "kill", place="backward", timeout_s=10.0),
     Case("pipeline", "kill", place="forward", unit=1, timeout_s=10.0),
     Case("tensor", "kill", place="backward", unit=1, timeout_s=10.0),
 ]

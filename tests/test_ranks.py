@@ -127,12 +127,6 @@ def test_a_warning_in_a_rank_is_the_error_that_it_is_in_the_test():
         run_ranks(warn_on_one, 2)
 
 
-def test_a_failure_does_not_wait_for_ranks_that_hang():
-    with pytest.raises(RankError, match="rank 0 of 2 raised ValueError") as caught:
-        run_ranks(raise_on, 2, 0)
-    assert caught.value.outcomes[1].timed_out  # its barrier would have failed by itself, far later
-
-
 def default_signals(rank, world_size):
     """Put back what Python knows of signals, as a fit of Lightning does at its end."""
     signal.signal(signal.SIGSEGV, signal.getsignal(signal.SIGSEGV))
@@ -195,10 +189,11 @@ def test_a_pool_that_nobody_calls_is_stopped_until_its_next_call():
     assert not pool.resting, "it has just been called"
 
 
-def test_a_pool_in_which_a_call_failed_is_replaced():
+def test_a_failure_waits_for_no_rank_that_hangs_and_its_pool_is_replaced():
     before = run_ranks(pid_of, 2)
-    with pytest.raises(RankError):
+    with pytest.raises(RankError, match="rank 0 of 2 raised ValueError") as caught:
         run_ranks(raise_on, 2, 0)
+    assert caught.value.outcomes[1].timed_out  # its barrier would have failed by itself, far later
     after = run_ranks(pid_of, 2)
     assert not set(before) & set(after)
     assert not any(is_running(pid) for pid in before)

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
+from torch.optim.lr_scheduler import LambdaLR
 from transformers.optimization import Adafactor as HuggingFaceAdafactor
 
 from oracle import plain_loop
@@ -255,17 +255,9 @@ FUSED = {
 }
 
 
-def groups_of(model):
-    """Return the usual two groups: matrices decay, the rest does not and has another rate."""
-    params = [p for p in model.parameters() if p.requires_grad]
-    matrices = [p for p in params if p.ndim >= 2]
-    others = [p for p in params if p.ndim < 2]
-    return [{"params": matrices, "weight_decay": 0.1}, {"params": others, "lr": 0.003}]
-
-
 def train_both(models, make, by_operations=False):
     """Train a model and its plain twin. A hook of a user's makes steps of operations on shards."""
-    optimizers = [make(groups_of(m)) for m in models]
+    optimizers = [make(in_groups(m.parameters())) for m in models]
     if by_operations:
         optimizers[1].register_step_pre_hook(lambda *_: None)
     schedulers = [LambdaLR(o, lambda step: 1 / (step + 1)) for o in optimizers]
@@ -346,20 +338,6 @@ def test_a_step_takes_the_gradients_that_a_closure_or_a_hook_gives(layout):
             assert {type(made[1].state[p]["exp_avg"]) for p in models[1].parameters()} == {
                 ShardTensor
             }
-
-
-@in_layouts(3)
-def test_schedulers_that_change_momentum_too_work_as_before(layout):
-    models = pair(layout)
-    made = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in models]
-    cycles = [OneCycleLR(o, max_lr=0.2, total_steps=5) for o in made]
-    for step in range(4):
-        give_grads(models, step)
-        for optimizer, cycle in zip(made, cycles, strict=True):
-            optimizer.step()
-            cycle.step()
-    for name, plain, param in named(models):
-        assert_bits(param.full_tensor(), plain.data, name)
 
 
 # Norms and clipping.

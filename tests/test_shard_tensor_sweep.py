@@ -13,10 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import get_overridable_functions, resolve_name
 
-from ranks import on_ranks, run_ranks
+from ranks import run_ranks
 from roundings import apart
 from shardwise import ShardTensor, shard
-from shardwise.errors import ShardError
 from shardwise.tensor.totals import LazyNorm
 
 # These change the process, ask for other devices, tell where memory lies or leave it undefined, or
@@ -289,43 +288,3 @@ def check_sweep(shares):
         offenders = first[0] + [f"rank 1: {o}" for o in second[0] if o not in first[0]]
         assert not offenders, f"{layout}, {what}:\n" + "\n".join(offenders)
         assert len(trials) // 20 < first[1] < len(trials)
-
-
-LOCAL = {
-    "matmul": lambda t: t @ t.T,
-    "mm": lambda t: torch.mm(t, t),
-    "view": lambda t: t.view(8, 2),
-    "reshape": lambda t: t.reshape(2, 8),
-    "cat": lambda t: torch.cat([t, t]),
-    "stack": lambda t: torch.stack([t, t]),
-    "index": lambda t: t[0],
-    "slice": lambda t: t[1:3],
-    "set item": lambda t: t.__setitem__(0, 1.0),
-    "sort": lambda t: t.sort(),
-    "topk": lambda t: t.topk(2),
-    "argmax": lambda t: t.argmax(),
-    "cumsum": lambda t: t.cumsum(0),
-    "maximum over a dim": lambda t: t.amax(dim=0),
-    "softmax": lambda t: t.softmax(-1),
-    "transpose": lambda t: t.t(),
-    "numpy": lambda t: t.numpy(),
-    "tolist": lambda t: t.tolist(),
-    "unique": lambda t: t.unique(),
-    "std": lambda t: t.std(),
-    "item of one element": lambda t: t[:1, :1].item(),
-    "iteration": lambda t: list(t),
-    "redistribute": lambda t: t.redistribute(),
-}
-
-
-@pytest.mark.parametrize("layout", ["rows", "flat", "matrices"])
-@on_ranks(2)
-def test_what_needs_the_whole_tensor_is_refused_on_gradients_and_optimizer_state(layout):
-    gradient = Sweep(layout, "gradient")
-    model, tensor = gradient.model, gradient.fresh()[0]
-    optimizer = torch.optim.AdamW(model.parameters())
-    optimizer.step()
-    for t in (tensor, optimizer.state[model.t]["exp_avg"]):
-        for label, use in LOCAL.items():
-            with pytest.raises(ShardError, match="full_tensor"):
-                pytest.fail(f"{label} gave {use(t)}")

@@ -66,6 +66,6 @@ def test_the_command_and_both_packages_work_from_the_wheel(installed):
 
 @pytest.mark.slow
 def test_two_ranks_train_from_the_wheel(installed):
-    small = ("--ranks", 2, "--dim", 32, "--layers", 2, "--steps", 4)
+    small = ("--ranks", 2, "--dim", 32, "--layers", 2, "--steps", 4, "--data", venv.__file__)
     printed = installed.run(installed.bin / "shardwise", "train", *small)
     assert "4 steps" in printed and "rank 1: " in printed, printed

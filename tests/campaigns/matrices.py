@@ -39,7 +39,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("model", MODELS)
 def test_every_cell_of_the_memory_matrix(model, precision):
-    memory.needs_transformers(model)
+    pytest.importorskip("transformers", reason="transformers is in the test extra")
     memory.check(cells_of(model, precision))
 
 

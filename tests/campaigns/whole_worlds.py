@@ -11,8 +11,7 @@ from stamped import build, count, stamp
 from worlds import World, in_a_world
 
 LAYOUTS = ("rows", "flat")
-OTHER_WAYS = ("page", "cut", "extension", "removal", "step", "run", "rank", "duplicate", "kind")
-WAYS = (*["bit"] * 12, *OTHER_WAYS)
+WAYS = (*["bit"] * 12, *test_damage.OTHER_WAYS)
 
 
 class Damages:

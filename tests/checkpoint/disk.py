@@ -11,20 +11,15 @@ import random
 import sys
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Literal
 
-from checkpoint.inner import Entry, Files, Lock, Reader, Writer
+from checkpoint.inner import Entry, Files, Reader
 from ranks import HANG_S
-from shardwise.comm.control import Control
 from shardwise.errors import CollectiveError, DamagedCheckpoint
 
-T = TypeVar("T")
-Hook = Callable[[], None]
-Choose = Callable[[str, int], int]  # (what is asked, number of options) -> option; 0 is the worst
 PAGE = 4096
 
 
@@ -44,14 +39,14 @@ _DYING = (Killed, PowerCut, _Stopped)
 
 
 class _Handle:
-    def __enter__(self) -> Self:
+    def __enter__(self):
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()  # type: ignore[attr-defined]
+    def __exit__(self, *error):
+        self.close()
 
 
-def os_error(number: int, path: Path) -> OSError:
+def os_error(number, path):
     return OSError(number, os.strerror(number), str(path))
 
 
@@ -74,6 +69,15 @@ class Fault:
     lasting: bool = False
 
 
+def _counted(op):
+    """Return a method that counts an operation, and does it on the files inside."""
+
+    def method(self, path, *more):
+        return self.do(op, path, lambda: getattr(self.inner, op)(path, *more))
+
+    return method
+
+
 class FaultyFiles:
     """Files of one rank: count the operations, and fail or die at the chosen ones.
 
@@ -81,54 +85,30 @@ class FaultyFiles:
     a real kill would not run, and its open files and locks are closed as the kernel does it.
     """
 
-    def __init__(self, inner: Files, *faults: Fault, before: Hook | None = None) -> None:
+    def __init__(self, inner, *faults, before=None):
         self.inner = inner
-        self.operations: list[tuple[str, str]] = []
+        self.operations = []
         self.dead = False
         self._faults = faults
         self._before = before
-        self._handles: list[Any] = []  # open files and locks
+        self._handles = []  # open files and locks
 
-    def make_folder(self, path: Path) -> None:
-        self.do("make_folder", path, lambda: self.inner.make_folder(path))
+    make_folder, make_folders, list = map(_counted, ("make_folder", "make_folders", "list"))
+    remove_file, remove_folder = map(_counted, ("remove_file", "remove_folder"))
+    rename, exchange = map(_counted, ("rename", "exchange"))
+    sync_folder, free_bytes = map(_counted, ("sync_folder", "free_bytes"))
 
-    def make_folders(self, path: Path) -> None:
-        self.do("make_folders", path, lambda: self.inner.make_folders(path))
-
-    def create(self, path: Path) -> Writer:
+    def create(self, path):
         return _FaultyWriter(self, path, self.do("create", path, lambda: self.inner.create(path)))
 
-    def open(self, path: Path) -> Reader:
+    def open(self, path):
         return _FaultyReader(self, path, self.do("open", path, lambda: self.inner.open(path)))
 
-    def sync_folder(self, path: Path) -> None:
-        self.do("sync_folder", path, lambda: self.inner.sync_folder(path))
-
-    def rename(self, source: Path, target: Path) -> None:
-        self.do("rename", source, lambda: self.inner.rename(source, target))
-
-    def exchange(self, a: Path, b: Path) -> None:
-        self.do("exchange", a, lambda: self.inner.exchange(a, b))
-
-    def list(self, path: Path) -> list[Entry]:
-        return self.do("list", path, lambda: self.inner.list(path))
-
-    def remove_file(self, path: Path) -> None:
-        self.do("remove_file", path, lambda: self.inner.remove_file(path))
-
-    def remove_folder(self, path: Path) -> None:
-        self.do("remove_folder", path, lambda: self.inner.remove_folder(path))
-
-    def free_bytes(self, path: Path) -> int:
-        return self.do("free_bytes", path, lambda: self.inner.free_bytes(path))
-
-    def lock(self, path: Path, shared: bool = False) -> Lock | None:
+    def lock(self, path, shared=False):
         lock = self.do("lock", path, lambda: self.inner.lock(path, shared))
         return lock and _FaultyLock(self, path, lock)
 
-    def do(
-        self, op: str, path: Path, action: Callable[[], T], half: Callable[[], None] | None = None
-    ) -> T:
+    def do(self, op, path, action, half=None):
         """Count the operation, do it, and let the fault that meets it come true."""
         if self.dead:
             raise Killed
@@ -147,7 +127,7 @@ class FaultyFiles:
             self._fail(fault, path)
         return result
 
-    def _met(self, op: str) -> Fault | None:
+    def _met(self, op):
         for fault in self._faults:
             if fault.op in (None, op):
                 done = sum(1 for kind, _ in self.operations if fault.op in (None, kind))
@@ -155,7 +135,7 @@ class FaultyFiles:
                     return fault
         return None
 
-    def _fail(self, fault: Fault, path: Path) -> None:
+    def _fail(self, fault, path):
         if fault.number is not None:
             raise os_error(fault.number, path)
         self.dead = True
@@ -166,7 +146,7 @@ class FaultyFiles:
 
 
 class _FaultyHandle(_Handle):
-    def __init__(self, files: FaultyFiles, path: Path, inner: Any) -> None:
+    def __init__(self, files, path, inner):
         self._files = files
         self._path = path
         self._inner = inner
@@ -174,8 +154,8 @@ class _FaultyHandle(_Handle):
 
 
 class _FaultyWriter(_FaultyHandle):
-    def write(self, buffers: Sequence[memoryview]) -> None:
-        def half() -> None:
+    def write(self, buffers):
+        def half():
             rest = sum(view.nbytes for view in buffers) // 2
             for view in buffers:
                 head = view.cast("B")[:rest] if view.nbytes else view
@@ -184,7 +164,7 @@ class _FaultyWriter(_FaultyHandle):
 
         self._files.do("write", self._path, lambda: self._inner.write(buffers), half)
 
-    def sync(self) -> None:
+    def sync(self):
         try:
             self._files.do("sync", self._path, self._inner.sync)
         except OSError:
@@ -192,7 +172,7 @@ class _FaultyWriter(_FaultyHandle):
                 self._inner.forget()
             raise
 
-    def close(self) -> None:
+    def close(self):
         if not (self._closed or self._files.dead):
             self._closed = True
             try:
@@ -206,24 +186,42 @@ class _FaultyReader(_FaultyHandle):
     read = Reader.read
 
     @property
-    def size(self) -> int:
+    def size(self):
         return self._inner.size
 
-    def read_into(self, offset: int, buffer: memoryview) -> None:
+    def read_into(self, offset, buffer):
         self._files.do("read", self._path, lambda: self._inner.read_into(offset, buffer))
 
-    def close(self) -> None:
+    def close(self):
         self._inner.close()
 
 
 class _FaultyLock(_FaultyHandle):
-    def write(self, text: str) -> None:
+    def write(self, text):
         self._files.do("lock_write", self._path, lambda: self._inner.write(text))
 
-    def release(self) -> None:
+    def release(self):
         if not (self._closed or self._files.dead):
             self._closed = True
             self._files.do("release", self._path, self._inner.release)
+
+
+class Watched(Files):
+    """Files that write down what is read of them."""
+
+    def __init__(self):
+        self.reads = {}
+
+    def open(self, path):
+        reads, reader = self.reads.setdefault(path.name, []), super().open(path)
+        inner = reader.read_into
+
+        def read_into(offset, buffer):
+            reads.append((offset, offset + buffer.nbytes))
+            inner(offset, buffer)
+
+        reader.read_into = read_into
+        return reader
 
 
 # --------------------------------------------------------------------------------- simulated disk
@@ -254,7 +252,7 @@ class _Change:
     synced: bool = False
 
     @property
-    def folders(self) -> set[_Node]:
+    def folders(self):
         return {folder for folder, _, _ in (*self.takes, *self.puts)}
 
 
@@ -274,23 +272,23 @@ class SimulatedDisk:
     nothing. ``before`` is called ahead of every operation. Paths start at one root, which is there.
     """
 
-    def __init__(self, crash_at: int | None = None, before: Hook | None = None) -> None:
-        self.operations: list[tuple[str, str]] = []
+    def __init__(self, crash_at=None, before=None):
+        self.operations = []
         self.crash_at = crash_at
         self._before = before
         self._root = _Node(2, True)
         self._num_nodes = 2
-        self._durable: _Names = {self._root: {}}
-        self._log: list[_Change] = []  # changes of names that are not in `_durable`, oldest first
-        self._locks: defaultdict[_Node, list[bool]] = defaultdict(list)
+        self._durable = {self._root: {}}
+        self._log = []  # changes of names that are not in `_durable`, oldest first
+        self._locks = defaultdict(list)
 
     # ---- Files
 
-    def make_folder(self, path: Path) -> None:
+    def make_folder(self, path):
         self.count("make_folder", path)
         self._make(path, is_folder=True)
 
-    def make_folders(self, path: Path) -> None:
+    def make_folders(self, path):
         self.count("make_folders", path)
         for folder in (*reversed(path.parents), path):
             if _parts(folder):
@@ -303,22 +301,22 @@ class SimulatedDisk:
                         raise
                 self._settle(self._find(folder.parent))
 
-    def create(self, path: Path) -> Writer:
+    def create(self, path):
         self.count("create", path)
         return _SimulatedWriter(self, path, self._make(path, is_folder=False))
 
-    def open(self, path: Path) -> Reader:
+    def open(self, path):
         self.count("open", path)
         node = self._find(path)
         if node.is_folder:
             raise DamagedCheckpoint(f"{path} should be a regular file but is a folder")
         return _SimulatedReader(self, path, node)
 
-    def sync_folder(self, path: Path) -> None:
+    def sync_folder(self, path):
         self.count("sync_folder", path)
         self._settle(self._find(path, folder=True))
 
-    def rename(self, source: Path, target: Path) -> None:
+    def rename(self, source, target):
         self.count("rename", source)
         self._parent(source)
         folder, name = self._parent(target)
@@ -329,7 +327,7 @@ class SimulatedDisk:
             raise os_error(errno.EINVAL, source)
         self._change(_Change(f"rename {source} {target}", [old], [(folder, name, old[2])]))
 
-    def exchange(self, a: Path, b: Path) -> None:
+    def exchange(self, a, b):
         self.count("exchange", a)
         self._parent(a), self._parent(b)  # their errors come first, as the kernel has it
         one, two = self._place(a), self._place(b)
@@ -340,7 +338,7 @@ class SimulatedDisk:
         if one[2] is not two[2]:
             self._change(_Change(f"exchange {a} {b}", [one, two], puts))
 
-    def list(self, path: Path) -> list[Entry]:
+    def list(self, path):
         self.count("list", path)
         found = sorted(self._find(path, folder=True).entries.items())
         return [
@@ -348,14 +346,14 @@ class SimulatedDisk:
             for name, node in found
         ]
 
-    def remove_file(self, path: Path) -> None:
+    def remove_file(self, path):
         self.count("remove_file", path)
         place = self._place(path)
         if place[2].is_folder:
             raise os_error(errno.EISDIR, path)
         self._change(_Change(f"remove {path}", [place]))
 
-    def remove_folder(self, path: Path) -> None:
+    def remove_folder(self, path):
         self.count("remove_folder", path)
         place = self._place(path)
         if not place[2].is_folder:
@@ -364,12 +362,12 @@ class SimulatedDisk:
             raise os_error(errno.ENOTEMPTY, path)
         self._change(_Change(f"remove {path}", [place]))
 
-    def free_bytes(self, path: Path) -> int:
+    def free_bytes(self, path):
         self.count("free_bytes", path)
         self._find(path)
         return 1 << 40
 
-    def lock(self, path: Path, shared: bool = False) -> Lock | None:
+    def lock(self, path, shared=False):
         self.count("lock", path)
         folder, name = self._parent(path)
         node = folder.entries.get(name) or self._make(path, is_folder=False)
@@ -383,11 +381,11 @@ class SimulatedDisk:
 
     # ---- what tests ask
 
-    def tree(self) -> dict[str, bytes | None]:
+    def tree(self):
         """Return what programs see: each path with its bytes, None for a folder."""
-        found: dict[str, bytes | None] = {}
+        found = {}
 
-        def walk(folder: _Node, prefix: str) -> None:
+        def walk(folder, prefix):
             for name, node in sorted(folder.entries.items()):
                 found[prefix + name] = None if node.is_folder else bytes(node.data)
                 walk(node, f"{prefix}{name}/")
@@ -395,8 +393,11 @@ class SimulatedDisk:
         walk(self._root, "/")
         return found
 
-    def crash(self, choose: Choose) -> "SimulatedDisk":
-        """Return the disk as it is after a power cut now; this one stays as it is."""
+    def crash(self, choose):
+        """Return the disk as it is after a power cut now; this one stays as it is.
+
+        ``choose`` gets what is asked and the number of options, of which 0 is the worst.
+        """
         names = {folder: dict(entries) for folder, entries in self._durable.items()}
         moved = {node for change in self._log if change.puts for _, _, node in change.takes}
         moved &= _reachable(_names(self._root), self._root)
@@ -408,7 +409,7 @@ class SimulatedDisk:
         after = SimulatedDisk()
         copies = {self._root: after._root}
 
-        def copy(folder: _Node) -> None:
+        def copy(folder):
             for name, node in sorted(names.get(folder, {}).items()):
                 twin = _Node(node.inode, node.is_folder)
                 twin.data = bytearray() if node.is_folder else _surviving(node, name, choose)
@@ -424,21 +425,21 @@ class SimulatedDisk:
 
     # ---- inner
 
-    def count(self, op: str, path: Path) -> None:
+    def count(self, op, path):
         self.check_power()
         if self._before is not None:
             self._before()
             self.check_power()
         self.operations.append((op, path.name))
 
-    def check_power(self) -> None:
+    def check_power(self):
         if self.crash_at is not None and len(self.operations) >= self.crash_at:
             raise PowerCut
 
-    def unlock(self, node: _Node) -> None:
+    def unlock(self, node):
         self._locks[node].pop()  # whoever they are, they are alike
 
-    def _find(self, path: Path, folder: bool = False) -> _Node:
+    def _find(self, path, folder=False):
         node = self._root
         for name in _parts(path):
             if not node.is_folder:
@@ -450,17 +451,17 @@ class SimulatedDisk:
             raise os_error(errno.ENOTDIR, path)
         return node
 
-    def _parent(self, path: Path) -> tuple[_Node, str]:
+    def _parent(self, path):
         try:
             return self._find(path.parent, folder=True), path.name
         except OSError as error:
             raise os_error(error.errno or 0, path) from None
 
-    def _place(self, path: Path) -> _Place:
+    def _place(self, path):
         folder, name = self._parent(path)
         return folder, name, self._find(path)
 
-    def _make(self, path: Path, is_folder: bool) -> _Node:
+    def _make(self, path, is_folder):
         folder, name = self._parent(path)
         if name in folder.entries:
             raise os_error(errno.EEXIST, path)
@@ -469,16 +470,16 @@ class SimulatedDisk:
         self._change(_Change(f"make {path}", puts=[(folder, name, node)]))
         return node
 
-    def _change(self, change: _Change) -> None:
+    def _change(self, change):
         for folder, name, _ in change.takes:
             del folder.entries[name]
         for folder, name, node in change.puts:
             folder.entries[name] = node
         self._log.append(change)
 
-    def _settle(self, folder: _Node) -> None:
-        taken: set[_Place] = set()
-        put: set[tuple[_Node, str]] = set()
+    def _settle(self, folder):
+        taken = set()
+        put = set()
         for change in reversed(self._log):  # and what it rests on in other folders
             freed = {(where, name) for where, name, _ in change.takes}
             change.synced |= (
@@ -493,22 +494,22 @@ class SimulatedDisk:
                 _apply(change, self._durable)
 
 
-def _parts(path: Path) -> tuple[str, ...]:
+def _parts(path):
     assert ".." not in path.parts, path
     return path.parts[1:] if path.is_absolute() else path.parts
 
 
-def _names(root: _Node) -> _Names:
+def _names(root):
     return {node: dict(node.entries) for node in _walk(root) if node.is_folder}
 
 
-def _walk(node: _Node) -> Iterator[_Node]:
+def _walk(node):
     yield node
     for child in node.entries.values():
         yield from _walk(child)
 
 
-def _reachable(names: _Names, start: _Node) -> set[_Node]:
+def _reachable(names, start):
     found, rest = {start}, [start]
     while rest:
         new = set(names.get(rest.pop(), {}).values()) - found
@@ -517,7 +518,7 @@ def _reachable(names: _Names, start: _Node) -> set[_Node]:
     return found
 
 
-def _applies(change: _Change, names: _Names, root: _Node, moved: set[_Node]) -> bool:
+def _applies(change, names, root, moved):
     """Say whether what the change acts on is there, given the earlier ones that survived."""
     if not all(names.get(folder, {}).get(name) is node for folder, name, node in change.takes):
         return False
@@ -531,7 +532,7 @@ def _applies(change: _Change, names: _Names, root: _Node, moved: set[_Node]) -> 
     )
 
 
-def _apply(change: _Change, names: _Names) -> None:
+def _apply(change, names):
     for folder, name, _ in change.takes:
         del names[folder][name]
     for folder, name, node in change.puts:
@@ -540,7 +541,7 @@ def _apply(change: _Change, names: _Names) -> None:
             names.setdefault(node, {})
 
 
-def _surviving(node: _Node, name: str, choose: Choose) -> bytearray:
+def _surviving(node, name, choose):
     """Choose a size between what was synced and what was written, then which pages have data."""
     lo, hi = node.synced, len(node.data)
     pages = range((lo // PAGE + 1) * PAGE, hi, PAGE)
@@ -555,33 +556,33 @@ def _surviving(node: _Node, name: str, choose: Choose) -> bytearray:
 
 
 class _SimulatedHandle(_Handle):
-    def __init__(self, disk: SimulatedDisk, path: Path, node: _Node) -> None:
+    def __init__(self, disk, path, node):
         self._disk = disk
         self._path = path
         self._node = node
         self._closed = False
 
-    def _count(self, op: str) -> None:
+    def _count(self, op):
         self._disk.count(op, self._path)
         if self._closed:
             raise os_error(errno.EBADF, self._path)
 
 
 class _SimulatedWriter(_SimulatedHandle):
-    def write(self, buffers: Sequence[memoryview]) -> None:
+    def write(self, buffers):
         self._count("write")
         self._node.data += b"".join(buffers)
 
-    def sync(self) -> None:
+    def sync(self):
         self._count("sync")
         if not self._node.forgetful:
             self._node.synced = len(self._node.data)
 
-    def forget(self) -> None:
+    def forget(self):
         """Follow a failed sync: a later one says that all is well, and it is not."""
         self._node.forgetful = True
 
-    def close(self) -> None:
+    def close(self):
         if not self._closed:
             self._closed = True
             with suppress(PowerCut):
@@ -591,11 +592,11 @@ class _SimulatedWriter(_SimulatedHandle):
 class _SimulatedReader(_SimulatedHandle):
     read = Reader.read
 
-    def __init__(self, disk: SimulatedDisk, path: Path, node: _Node) -> None:
+    def __init__(self, disk, path, node):
         super().__init__(disk, path, node)
         self.size = len(node.data)
 
-    def read_into(self, offset: int, buffer: memoryview) -> None:
+    def read_into(self, offset, buffer):
         self._count("read")
         data, end = self._node.data, offset + buffer.nbytes
         if buffer.nbytes and end > len(data):
@@ -603,29 +604,29 @@ class _SimulatedReader(_SimulatedHandle):
         if buffer.nbytes:
             buffer.cast("B")[:] = data[offset:end]
 
-    def close(self) -> None:
+    def close(self):
         self._closed = True
 
 
 class _SimulatedLock(_SimulatedHandle):
-    def write(self, text: str) -> None:
+    def write(self, text):
         self._count("lock_write")
         self._node.data[:] = text.encode()
         self._node.synced = 0
 
-    def release(self) -> None:
+    def release(self):
         if not self._closed:
             self._closed = True
             self._disk.unlock(self._node)
 
 
-def randomly(rng: random.Random) -> Choose:
+def randomly(rng):
     """Choose for `crash` by a generator: most is lost, most survives, or anything between."""
     keep = rng.choice((0.0, 0.5, 0.9))
     return lambda _, options: options - 1 if rng.random() < keep else rng.randrange(options)
 
 
-def all_crashes(disk: SimulatedDisk, limit: int = 4096, seed: int = 0) -> Iterator[SimulatedDisk]:
+def all_crashes(disk, limit=4096, seed=0):
     """Yield every disk that a power cut now may leave; if they are more, ``limit`` of them."""
     odometer = _Odometer()
     found = [disk.crash(odometer.choose)]
@@ -644,17 +645,17 @@ def all_crashes(disk: SimulatedDisk, limit: int = 4096, seed: int = 0) -> Iterat
 class _Odometer:
     """Answers every sequence of questions in every way, one way a turn."""
 
-    def __init__(self) -> None:
-        self._answers: list[int] = []
-        self._options: list[int] = []
+    def __init__(self):
+        self._answers = []
+        self._options = []
 
-    def choose(self, _: str, options: int) -> int:
+    def choose(self, _, options):
         self._options.append(options)
         if len(self._answers) < len(self._options):
             self._answers.append(0)
         return self._answers[len(self._options) - 1]
 
-    def turn(self) -> bool:
+    def turn(self):
         while self._answers and self._answers[-1] + 1 == self._options[len(self._answers) - 1]:
             self._answers.pop()
         if self._answers:
@@ -675,27 +676,21 @@ class Lockstep:
     different ones, `run` raises AssertionError.
     """
 
-    def __init__(self) -> None:
-        self._rng: random.Random | None = None
-        self._current: int | None = None
+    def __init__(self):
+        self._rng = None
+        self._current = None
 
-    def run(
-        self,
-        ranks: int,
-        body: Callable[[Control], T],
-        seed: int | None = None,
-        patience: float = HANG_S,
-    ) -> list[T | BaseException]:
+    def run(self, ranks, body, seed=None, patience=HANG_S):
         """Return what each rank returned, or the exception that ended it."""
         self._rng = None if seed is None else random.Random(seed)
         self._ranks = range(ranks)
         self._go = [threading.Semaphore(0) for _ in self._ranks]
-        self._results: dict[int, Any] = {}
-        self._dead: set[int] = set()
-        self._calls: defaultdict[int, dict[int, tuple[str, bytes]]] = defaultdict(dict)
-        self._num_calls: Counter[int] = Counter()
-        self._waits: dict[int, tuple[int, Sequence[int]]] = {}  # rank: (call, for which ranks)
-        self._stop: BaseException | None = None
+        self._results = {}
+        self._dead = set()
+        self._calls = defaultdict(dict)
+        self.num_calls = Counter()
+        self._waits = {}  # rank: (call, for which ranks)
+        self._stop = None
         self._mistake = ""
         self._over = threading.Event()
         for rank in self._ranks:
@@ -709,18 +704,18 @@ class Lockstep:
             raise AssertionError(self._mistake)
         return [self._results[rank] for rank in self._ranks]
 
-    def pause(self) -> None:
+    def pause(self):
         """Let another rank run, if there is a seed; outside of a run do nothing."""
         if self._rng is not None and self._current is not None:
             self._switch(self._current)
 
-    def meet(self, rank: int, kind: str, row: bytes) -> list[bytes]:
+    def meet(self, rank, kind, row):
         """Wait for the ranks that this call needs and return their rows."""
         dying = sys.exception()
         if isinstance(dying, _DYING):
             raise dying  # a dead process says nothing, whatever its clean-up code asks for
-        call = self._num_calls[rank]
-        self._num_calls[rank] += 1
+        call = self.num_calls[rank]
+        self.num_calls[rank] += 1
         self._calls[call][rank] = (kind, row)
         needed = self._ranks if kind == "exchange" else [int(kind.split()[1])]
         self._waits[rank] = (call, needed)
@@ -736,7 +731,7 @@ class Lockstep:
             raise self._stop
         return [rows[other][1] for other in needed]
 
-    def _main(self, rank: int, body: Callable[[Control], Any]) -> None:
+    def _main(self, rank, body):
         self._go[rank].acquire()
         try:
             if self._stop is not None:
@@ -749,14 +744,14 @@ class Lockstep:
                 self._stop = error
         self._pass_on()
 
-    def _switch(self, rank: int) -> None:
+    def _switch(self, rank):
         self._pass_on()
         self._go[rank].acquire()
         if self._stop is not None:
             self._waits.pop(rank, None)
             raise type(self._stop)
 
-    def _pass_on(self) -> None:
+    def _pass_on(self):
         """Choose who runs next and let it run."""
         alive = [rank for rank in self._ranks if rank not in self._results]
         able = [rank for rank in alive if self._able(rank)]
@@ -770,7 +765,7 @@ class Lockstep:
         else:
             self._over.set()
 
-    def _able(self, rank: int) -> bool:
+    def _able(self, rank):
         if self._stop is not None or rank not in self._waits:
             return True
         call, needed = self._waits[rank]
@@ -785,14 +780,14 @@ class _LockstepControl:
     num_ranks: int
 
     @property
-    def members(self) -> Sequence[int]:
+    def members(self):
         return range(self.num_ranks)
 
-    def exchange(self, row: bytes, about: str = "") -> list[bytes]:
+    def exchange(self, row, about=""):
         return self._lockstep.meet(self.rank, "exchange", bytes(row))
 
-    def exchange_after(self, work: Callable[[], bytes], row_bytes: int) -> list[bytes]:
+    def exchange_after(self, work, row_bytes):
         return self.exchange(work())
 
-    def broadcast(self, data: bytes, source: int = 0) -> bytes:
+    def broadcast(self, data, source=0):
         return self._lockstep.meet(self.rank, f"broadcast {source}", bytes(data))[0]

@@ -3,14 +3,9 @@
 The truth about a saved run is taken by gathering the slices, never from the checkpoint.
 """
 
-from __future__ import annotations
-
-import sys
-from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,30 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise
-from ranks import run_ranks
 from roundings import SMOOTH_EPS, of_gradient
 from trainer import full_all
-
-Body = Callable[[int, int, Path], None]
-
-
-def each_rank(*sizes: int) -> Callable[[Body], Callable[[int, Path], None]]:
-    """Turn a body (rank, world_size, folder) into a test that runs it on ranks of each size."""
-
-    def decorate(body: Body) -> Callable[[int, Path], None]:
-        # Ranks find the body by its module and name; the test takes the name that it had.
-        body.__name__ = body.__qualname__ = f"body_of_{body.__name__}"
-        setattr(sys.modules[body.__module__], body.__name__, body)
-
-        @pytest.mark.parametrize("world_size", sizes)
-        def run(world_size: int, tmp_path: Path) -> None:
-            run_ranks(body, world_size, tmp_path)
-
-        run.__doc__ = body.__doc__
-        return run
-
-    return decorate
-
 
 VOCABULARY, WIDTH, BATCH = 11, 6, 120  # every number of ranks of the tests divides the batch
 
@@ -50,14 +23,14 @@ VOCABULARY, WIDTH, BATCH = 11, 6, 120  # every number of ranks of the tests divi
 class Cell(nn.Module):
     """A unit with odd sizes, a scalar, and a tensor of three dims."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.up = nn.Linear(WIDTH, 9)
         self.down = nn.Linear(9, WIDTH, bias=False)
         self.gain = nn.Parameter(torch.tensor(0.7))
         self.mix = nn.Parameter(torch.randn(3, 2, WIDTH) * 0.1)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         mixed = (x.unsqueeze(1) * self.mix.sum(0)).sum(1)
         return x + self.gain * self.down(torch.tanh(self.up(x))) + mixed
 
@@ -65,7 +38,7 @@ class Cell(nn.Module):
 class Net(nn.Module):
     """Tied and frozen weights, fewer rows than ranks, buffers that differ between ranks."""
 
-    def __init__(self, tied: bool = True) -> None:
+    def __init__(self, tied=True):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.cells = nn.ModuleList(Cell() for _ in range(2))
@@ -79,7 +52,7 @@ class Net(nn.Module):
         self.register_buffer("counts", torch.arange(7) * 10**12)
         self.register_buffer("scratch", torch.zeros(3), persistent=False)
 
-    def forward(self, tokens: Tensor, norm: bool = True) -> Tensor:
+    def forward(self, tokens, norm=True):
         x = self.embedding(tokens).mean(1)
         for cell in self.cells:
             x = cell(x)
@@ -89,7 +62,7 @@ class Net(nn.Module):
         return self.head(x)
 
 
-UNITS: dict[str, list[Any] | None] = {"found": None, "linear": [nn.Linear], "root": [Net]}
+UNITS = {"found": None, "linear": [nn.Linear], "root": [Net]}
 
 
 # A mean of three embeddings, two cells, two products, the head; then the batch and the loss.
@@ -107,14 +80,14 @@ class Setting:
     precision: str = "fp32"
     num_replicas: int = 1
 
-    def __str__(self) -> str:
+    def __str__(self):
         replicas = f"x{self.num_replicas}" if self.num_replicas > 1 else ""
         return (
             f"{self.num_ranks}{replicas}-{self.stage}-{self.layout}-{self.units}-{self.precision}"
         )
 
 
-def all_settings(sizes: tuple[int, ...] = (1, 2, 3, 4, 5, 8)) -> list[Setting]:
+def all_settings(sizes=(1, 2, 3, 4, 5, 8)):
     """Return every size x stage x layout; partitions and precisions take turns."""
     found = []
     for number, (n, stage, layout) in enumerate(product(sizes, range(4), ("rows", "flat"))):
@@ -133,21 +106,16 @@ class Run:
     scaler: torch.amp.GradScaler
 
     @property
-    def extra(self) -> dict[str, Any]:
+    def extra(self):
         return {"schedule": self.schedule, "scaler": self.scaler}
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
+def adamw(model):
     options = {"lr": 0.02, "weight_decay": 0.1, "eps": SMOOTH_EPS}
     return torch.optim.AdamW(model.parameters(), **options, foreach=True)
 
 
-def build(
-    setting: Setting,
-    seed: int = 0,
-    make_model: Callable[[], nn.Module] = Net,
-    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
-) -> Run:
+def build(setting, seed=0, make_model=Net, make_optimizer=adamw):
     """Build and shard a model on the ranks of this call."""
     torch.manual_seed(seed)
     mesh = None
@@ -162,14 +130,25 @@ def build(
         precision=setting.precision,
         mesh=mesh,
     )
-    optimizer = make_optimizer(model)
+    return run_with(model, make_optimizer(model), scale=2.0**seed)
+
+
+def run_with(model, optimizer, scale=3.0):
+    """Return a run of a model, sharded or plain, and an optimizer."""
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**seed)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
     scaler.scale(torch.ones(()))  # it makes its state on first use
     return Run(model, optimizer, schedule, scaler)
 
 
-def tokens_of(step: int, rank: int, num_ranks: int) -> Tensor:
+def plain(seed):
+    """Return a run of a plain model in one process."""
+    torch.manual_seed(seed)
+    model = Net()
+    return run_with(model, adamw(model))
+
+
+def tokens_of(step, rank, num_ranks):
     """Return this rank's part of the step's global batch."""
     tokens = torch.randint(
         VOCABULARY, (BATCH, 3), generator=torch.Generator().manual_seed(100 + step)
@@ -177,7 +156,7 @@ def tokens_of(step: int, rank: int, num_ranks: int) -> Tensor:
     return tokens[rank::num_ranks]
 
 
-def take_step(run: Run, step: int, norm: bool = True) -> float:
+def take_step(run, step, norm=True):
     """Train one step; return the loss over the global batch.
 
     Without ``norm`` the step is the same whatever the number of ranks: batch statistics are not.
@@ -194,7 +173,7 @@ def take_step(run: Run, step: int, norm: bool = True) -> float:
     return total.item() / num_ranks
 
 
-def full(value: Any) -> Any:
+def full(value):
     """Return a copy of the whole value, gathered if it is cut."""
     if not isinstance(value, Tensor):
         return value
@@ -202,11 +181,11 @@ def full(value: Any) -> Any:
     return whole.detach().clone()
 
 
-def truth_of(run: Run) -> dict[str, Any]:
+def truth_of(run):
     """Return all state, in full; every rank calls it, and buffers are this rank's own."""
     model, optimizer = run.model, run.optimizer
     named = dict(model.named_parameters(remove_duplicate=False))
-    truth: dict[str, Any] = {f"param {name}": p for name, p in named.items()}
+    truth = {f"param {name}": p for name, p in named.items()}
     for name, p in named.items():
         for key, value in optimizer.state.get(p, {}).items():
             truth[f"state {name} {key}"] = value
@@ -220,7 +199,7 @@ def truth_of(run: Run) -> dict[str, Any]:
     return truth
 
 
-def differences(actual: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+def differences(actual, expected):
     """Return what is not the same, to the bit; nothing if all is."""
     found = [f"only here: {key}" for key in actual.keys() - expected.keys()]
     found += [f"missing: {key}" for key in expected.keys() - actual.keys()]
@@ -231,7 +210,7 @@ def differences(actual: dict[str, Any], expected: dict[str, Any]) -> list[str]:
     return found
 
 
-def same(a: Any, b: Any) -> bool:
+def same(a, b):
     """Tell whether two values have the same type and the same bits."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         alike = a.dtype == b.dtype and a.shape == b.shape
@@ -239,15 +218,35 @@ def same(a: Any, b: Any) -> bool:
     return type(a) is type(b) and a == b
 
 
-def bits(tensor: Tensor) -> Tensor:
+def bits(tensor):
     """Return the bytes of a tensor."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def state_folder(root: Path, setting: Setting) -> Path:
+def flip(path, at=-1):
+    """Flip a bit of one byte of a file, by default of the last one, which is a tensor's."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def same_on_all_ranks(value):
+    """Return a value that every rank has, having seen that it does."""
+    of_all = [None] * dist.get_world_size()
+    dist.all_gather_object(of_all, value)
+    assert of_all == [value] * len(of_all)
+    return value
+
+
+def warns_on_rank_0(rank, match):
+    """Expect a warning on rank 0 alone."""
+    return pytest.warns(UserWarning, match=match) if rank == 0 else nullcontext()
+
+
+def state_folder(root, setting):
     return root / str(setting)
 
 
-def local_bytes(model: nn.Module) -> int:
+def local_bytes(model):
     """Return the bytes of this rank's slices of the parameters."""
     return shardwise.debug.stats(model).param_shard_bytes

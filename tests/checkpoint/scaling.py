@@ -1,15 +1,9 @@
 """Runs of any number of ranks without ranks: their manifest, and the files of some of them."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from math import prod
-from pathlib import Path
-from typing import Any
 
 from inner import (
     MANIFEST,
-    Files,
     LayoutRow,
     Manifest,
     OptimizerRow,
@@ -19,12 +13,9 @@ from inner import (
     seal,
     write_rank,
 )
-from shardwise.layout.boxes import Box
-
-Shapes = dict[str, tuple[int, ...]]
 
 
-def llama_shapes(num_layers: int = 111, width: int = 4096, hidden: int = 11008) -> list[Shapes]:
+def llama_shapes(num_layers=111, width=4096, hidden=11008):
     """Return the parameters of a Llama by unit: nine in each layer, three around them."""
     layers = [
         {
@@ -40,7 +31,7 @@ def llama_shapes(num_layers: int = 111, width: int = 4096, hidden: int = 11008) 
         }
         for n in range(num_layers)
     ]
-    root: Shapes = {
+    root = {
         "model.embed_tokens.weight": (8 * width, width),
         "model.norm.weight": (width,),
         "lm_head.weight": (8 * width, width),
@@ -48,9 +39,7 @@ def llama_shapes(num_layers: int = 111, width: int = 4096, hidden: int = 11008) 
     return [root, *layers]
 
 
-def manifest_of(
-    units: list[Shapes], num_ranks: int, layout: str, num_replicas: int = 1
-) -> Manifest:
+def manifest_of(units, num_ranks, layout, num_replicas=1):
     """Describe a run with Adam: for each parameter two moments and a step count."""
     rows, steps = [], []
     for number, unit in enumerate(units):
@@ -75,7 +64,7 @@ def manifest_of(
         stage=3,
         num_shards=num_ranks // num_replicas,
         num_replicas=num_replicas,
-        layouts=tuple(LayoutRow(kind=layout, shapes=tuple(u.values())) for u in units),  # type: ignore[arg-type]
+        layouts=tuple(LayoutRow(kind=layout, shapes=tuple(u.values())) for u in units),
         tensors=(*rows, *steps),
         tied={},
         optimizer=OptimizerRow(class_name="AdamW", groups=[group], state={}),
@@ -83,22 +72,22 @@ def manifest_of(
     )
 
 
-def part_of(rank: int) -> Part:
+def part_of(rank):
     """Return what a rank writes: bytes that tell where they belong."""
 
-    def read(number: int, box: Box) -> memoryview:
+    def read(number, box):
         return memoryview(expected_bytes(number, box.lo, box.hi))
 
     return Part(rank=rank, read=read, own=(), values={})
 
 
-def expected_bytes(number: int, lo: int, hi: int) -> bytes:
+def expected_bytes(number, lo, hi):
     """Return the bytes of four-byte elements [lo, hi) of a tensor."""
     first = number * 2_654_435_761
     return b"".join(((first + n) % 2**32).to_bytes(4, "little") for n in range(lo, hi))
 
 
-def write_all(files: Files, folder: Path, manifest: Manifest) -> Manifest:
+def write_all(files, folder, manifest):
     """Write every rank's files and the manifest; return it."""
     files.make_folders(folder)
     rows = [
@@ -111,7 +100,7 @@ def write_all(files: Files, folder: Path, manifest: Manifest) -> Manifest:
     return whole
 
 
-def wanted_by(manifest: Manifest, rank: int, num_ranks: int) -> Iterator[tuple[int, Any, int, int]]:
+def wanted_by(manifest, rank, num_ranks):
     """Yield (number, info, lo, hi) that a rank of another flat cut wants of each cut tensor."""
     for number, row in enumerate(manifest.tensors):
         numel = prod(row.shape)

@@ -1,80 +1,21 @@
 """Work on all ranks at once: all succeed, or all raise one error naming the first failing rank."""
 
-from __future__ import annotations
-
 import errno
-import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from disk import os_error
+from disk import Lockstep, os_error
 from inner import explain, on_all_ranks, rows_of_all_ranks
-from ranks import HANG_S
-from shardwise.comm.control import Control, SoloControl
+from shardwise.comm.control import SoloControl
 from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint, StateError
 
 
-class Threads:
-    """Ranks as threads that exchange; counts the exchanges."""
-
-    def __init__(self, num_ranks: int) -> None:
-        self.num_ranks = num_ranks
-        self.num_exchanges = 0
-        self._rows: list[bytes] = [b""] * num_ranks
-        self._barrier = threading.Barrier(num_ranks, timeout=HANG_S)
-
-    def run(self, call: Callable[[Control], Any]) -> list[Any]:
-        """Return what each rank's call returned, or the error that it raised."""
-        found: list[Any] = [None] * self.num_ranks
-
-        def body(rank: int) -> None:
-            try:
-                found[rank] = call(_Rank(self, rank))
-            except Exception as error:
-                found[rank] = error
-
-        threads = [threading.Thread(target=body, args=(r,)) for r in range(self.num_ranks)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return found
-
-    def exchange(self, rank: int, row: bytes) -> list[bytes]:
-        self._rows[rank] = row
-        if self._barrier.wait() == 0:
-            self.num_exchanges += 1
-        rows = list(self._rows)
-        self._barrier.wait()
-        assert len({len(r) for r in rows}) == 1
-        return rows
-
-
-class _Rank:
-    def __init__(self, threads: Threads, rank: int) -> None:
-        self._threads = threads
-        self.rank = rank
-        self.num_ranks = threads.num_ranks
-        self.members = range(threads.num_ranks)
-
-    def exchange(self, row: bytes, about: str = "") -> list[bytes]:
-        return self._threads.exchange(self.rank, row)
-
-    def exchange_after(self, work: Callable[[], bytes], row_bytes: int) -> list[bytes]:
-        return self.exchange(work())
-
-    def broadcast(self, data: bytes, source: int = 0) -> bytes:
-        raise AssertionError("nothing is broadcast")
-
-
-def failing(**errors: Exception) -> Callable[[Control], Any]:
+def failing(**errors):
     """Return a call whose work raises on the ranks r0, r1, ... that are named."""
 
-    def call(control: Control) -> Any:
-        def work() -> bytes:
+    def call(control):
+        def work():
             error = errors.get(f"r{control.rank}")
             if error is not None:
                 raise error
@@ -86,23 +27,23 @@ def failing(**errors: Exception) -> Callable[[Control], Any]:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
-def test_rows_come_back_in_rank_order_with_one_exchange(num_ranks: int) -> None:
-    ranks = Threads(num_ranks)
+def test_rows_come_back_in_rank_order_with_one_exchange(num_ranks):
+    ranks = Lockstep()
     rows = [bytes([rank, 7]) for rank in range(num_ranks)]
-    assert ranks.run(failing()) == [rows] * num_ranks
-    assert ranks.num_exchanges == 1
+    assert ranks.run(num_ranks, failing()) == [rows] * num_ranks
+    assert set(ranks.num_calls.values()) == {1}
 
 
-def test_the_result_of_the_work_comes_back_on_its_own_rank() -> None:
-    assert Threads(2).run(lambda control: on_all_ranks(control, lambda: control.rank)) == [0, 1]
+def test_the_result_of_the_work_comes_back_on_its_own_rank():
+    assert Lockstep().run(2, lambda control: on_all_ranks(control, lambda: control.rank)) == [0, 1]
 
 
-def test_one_failure_is_the_same_error_on_every_rank_with_a_second_exchange() -> None:
-    ranks = Threads(3)
-    found = ranks.run(failing(r1=CheckpointError("the disk is on fire")))
+def test_one_failure_is_the_same_error_on_every_rank_with_a_second_exchange():
+    ranks = Lockstep()
+    found = ranks.run(3, failing(r1=CheckpointError("the disk is on fire")))
     assert [type(error) for error in found] == [CheckpointError] * 3
     assert {str(error) for error in found} == {"rank 1: the disk is on fire"}
-    assert ranks.num_exchanges == 2
+    assert set(ranks.num_calls.values()) == {2}
 
 
 @pytest.mark.parametrize(
@@ -118,50 +59,48 @@ def test_one_failure_is_the_same_error_on_every_rank_with_a_second_exchange() ->
         ),
     ],
 )
-def test_the_first_failing_rank_is_named_and_the_others_are_counted(
-    errors: dict[str, Exception], text: str
-) -> None:
-    assert {str(error) for error in Threads(4).run(failing(**errors))} == {text}
+def test_the_first_failing_rank_is_named_and_the_others_are_counted(errors, text):
+    assert {str(error) for error in Lockstep().run(4, failing(**errors))} == {text}
 
 
 @pytest.mark.parametrize("kind", [CheckpointError, DamagedCheckpoint, ConfigError, StateError])
-def test_the_kind_of_the_first_error_is_kept_on_every_rank(kind: type[Exception]) -> None:
-    found = Threads(3).run(failing(r1=kind("a"), r2=OSError("b")))
+def test_the_kind_of_the_first_error_is_kept_on_every_rank(kind):
+    found = Lockstep().run(3, failing(r1=kind("a"), r2=OSError("b")))
     assert [type(error) for error in found] == [kind] * 3
     assert isinstance(found[1].__cause__, kind) and found[0].__cause__ is None
 
 
-def test_an_error_of_another_kind_becomes_a_checkpoint_error() -> None:
-    found = Threads(2).run(failing(r0=KeyError("a")))
+def test_an_error_of_another_kind_becomes_a_checkpoint_error():
+    found = Lockstep().run(2, failing(r0=KeyError("a")))
     assert [type(error) for error in found] == [CheckpointError] * 2
     assert str(found[1]) == "rank 0: KeyError: 'a'"
 
 
-def test_one_rank_alone_is_not_numbered() -> None:
+def test_one_rank_alone_is_not_numbered():
     with pytest.raises(DamagedCheckpoint, match=r"^gone$"):
         on_all_ranks(SoloControl(), lambda: (_ for _ in ()).throw(DamagedCheckpoint("gone")))
 
 
 @pytest.mark.parametrize("text", ["é" * 2000, "x" * 1023 + "é", "a\0b", ""])
-def test_a_text_of_any_length_is_the_same_on_all_ranks(text: str) -> None:
-    found = Threads(2).run(failing(r1=CheckpointError(text)))
+def test_a_text_of_any_length_is_the_same_on_all_ranks(text):
+    found = Lockstep().run(2, failing(r1=CheckpointError(text)))
     assert str(found[0]) == str(found[1])
     assert text.startswith(str(found[0]).removeprefix("rank 1: ")[:400])
     assert len(str(found[0]).encode()) < 1100
 
 
-def test_a_rank_that_dies_on_purpose_is_not_kept_alive() -> None:
+def test_a_rank_that_dies_on_purpose_is_not_kept_alive():
     """SystemExit and KeyboardInterrupt are no failures to be told: they end the process."""
     with pytest.raises(KeyboardInterrupt):
         on_all_ranks(SoloControl(), lambda: (_ for _ in ()).throw(KeyboardInterrupt()))
 
 
-def test_an_error_of_the_system_is_told_with_its_file_number_and_remedy() -> None:
+def test_an_error_of_the_system_is_told_with_its_file_number_and_remedy():
     full = os_error(errno.ENOSPC, Path("/a/b"))
     assert explain(full) == (
         "/a/b: No space left on device (errno 28); free some space, then save again"
     )
-    full.wanted = "This file wants 9 bytes, 3 are free there"  # type: ignore[attr-defined]
+    full.wanted = "This file wants 9 bytes, 3 are free there"
     assert "(errno 28). This file wants 9 bytes, 3 are free there; free some" in explain(full)
     assert explain(os_error(errno.EIO, Path("/a"))) == "/a: Input/output error (errno 5)"
     assert explain(OSError("odd")) == "OSError: odd"

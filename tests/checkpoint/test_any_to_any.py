@@ -4,12 +4,9 @@ A setting is a number of ranks, a stage, a layout, a partition into units and a 
 pairs of them are drawn by a fixed seed; `campaigns/any_to_any.py` takes all that there are.
 """
 
-from __future__ import annotations
-
 import pickle
 import random
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -20,7 +17,6 @@ from ranks import run_sizes
 from roundings import assert_rounded_alike
 from saving import (
     NET_ROUNDINGS,
-    Run,
     Setting,
     all_settings,
     bits,
@@ -37,16 +33,14 @@ REPLICATED = (
     Setting(4, 1, "flat", "linear", "fp32", 2),
     Setting(4, 3, "flat", "root", "bf16", 2),
 )
-Pair = tuple[Setting, Setting]
-Job = tuple[Setting, Path]
 
 
-def draw_pairs(seed: int = 175) -> list[Pair]:
+def draw_pairs(seed=175):
     """Draw pairs so that each setting's parts appear on both sides; large sizes only rarely."""
     draw = random.Random(seed)
     settings = all_settings()
     weights = [{1: 8, 2: 10, 3: 6, 4: 2, 5: 1, 8: 1}[s.num_ranks] for s in settings]
-    pairs: list[Pair] = [(REPLICATED[0], Setting(3)), (Setting(3), REPLICATED[0])]
+    pairs = [(REPLICATED[0], Setting(3)), (Setting(3), REPLICATED[0])]
     pairs += [(REPLICATED[1], REPLICATED[2]), (REPLICATED[2], Setting(2, 0, "flat", "linear"))]
     pairs += [(Setting(8, 3, "flat", "linear"), Setting(1)), (Setting(5), Setting(8, 3, "flat"))]
     savers = [saver for saver, _ in pairs] + draw.choices(settings, weights, k=9)
@@ -60,10 +54,10 @@ def draw_pairs(seed: int = 175) -> list[Pair]:
 PAIRS = draw_pairs()
 
 
-def write_truth(path: Path, truth: tuple[dict[str, Any], float, dict[str, Any]]) -> None:
+def write_truth(path, truth):
     """Write tensors as arrays: a pickle of a hundred tensors takes as long as the run itself."""
 
-    def plain(value: Any) -> Any:
+    def plain(value):
         if not isinstance(value, Tensor):
             return value
         return Array(value.dtype, value.shape, bits(value).numpy().tobytes())
@@ -73,8 +67,8 @@ def write_truth(path: Path, truth: tuple[dict[str, Any], float, dict[str, Any]])
     path.write_bytes(pickle.dumps((kept[0], loss, kept[1])))
 
 
-def read_truth(path: Path) -> tuple[dict[str, Any], float, dict[str, Any]]:
-    def whole(value: Any) -> Any:
+def read_truth(path):
+    def whole(value):
         return value.tensor() if isinstance(value, Array) else value
 
     before, loss, after = pickle.loads(path.read_bytes())
@@ -89,13 +83,13 @@ class Array(NamedTuple):
     shape: torch.Size
     of: bytes
 
-    def tensor(self) -> Tensor:
+    def tensor(self):
         if not self.of:
             return torch.empty(self.shape, dtype=self.dtype)
         return torch.frombuffer(bytearray(self.of), dtype=self.dtype).reshape(self.shape)
 
 
-def train_and_save(rank: int, world_size: int, jobs: list[Job]) -> None:
+def train_and_save(rank, world_size, jobs):
     for number, (setting, root) in enumerate(jobs):
         folder = state_folder(root, setting)
         run = build(setting, seed=number % 7)
@@ -108,16 +102,14 @@ def train_and_save(rank: int, world_size: int, jobs: list[Job]) -> None:
         write_truth(folder / f"truth-{rank}", (now, loss, truth_of(run)))
 
 
-def load_and_compare(
-    rank: int, world_size: int, jobs: list[tuple[Setting, Setting, Path]]
-) -> list[list[str]]:
+def load_and_compare(rank, world_size, jobs):
     return [
         compare(rank, saver, loader, root, used=number % 2 == 1)
         for number, (saver, loader, root) in enumerate(jobs)
     ]
 
 
-def compare(rank: int, saver: Setting, loader: Setting, root: Path, used: bool) -> list[str]:
+def compare(rank, saver, loader, root, used):
     """Load and return what differs from the truth; a ``used`` model has trained before."""
     folder = state_folder(root, saver)
     from_rank = rank % saver.num_ranks
@@ -137,9 +129,7 @@ def compare(rank: int, saver: Setting, loader: Setting, root: Path, used: bool) 
     return problems
 
 
-def _compare_next_step(
-    run: Run, saver: Setting, loader: Setting, loss: float, after: dict[str, Any]
-) -> list[str]:
+def _compare_next_step(run, saver, loader, loss, after):
     found = take_step(run, 3, norm=False)
     same_ranks = (saver.num_ranks, saver.num_replicas) == (loader.num_ranks, loader.num_replicas)
     if same_ranks:
@@ -159,18 +149,18 @@ def _compare_next_step(
     return problems
 
 
-def save_each(settings: list[Setting], root: Path) -> None:
+def save_each(settings, root):
     """Train and save under each setting, all of one size in one call."""
-    jobs: dict[int, tuple[list[Job]]] = {}
+    jobs = {}
     for setting in dict.fromkeys(settings):
         state_folder(root, setting).mkdir()
         jobs.setdefault(setting.num_ranks, ([],))[0].append((setting, root))
     run_sizes(train_and_save, jobs)
 
 
-def load_each(pairs: list[Pair], root: Path) -> dict[Pair, list[str]]:
+def load_each(pairs, root):
     """Load each pair; return what was wrong with it, by pair."""
-    jobs: dict[int, tuple[list[tuple[Setting, Setting, Path]]]] = {}
+    jobs = {}
     for saver, loader in pairs:
         jobs.setdefault(loader.num_ranks, ([],))[0].append((saver, loader, root))
     found = {}
@@ -185,13 +175,13 @@ def load_each(pairs: list[Pair], root: Path) -> dict[Pair, list[str]]:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Pair, list[str]]:
+def results(tmp_path_factory):
     root = tmp_path_factory.mktemp("any_to_any")
     save_each([saver for saver, _ in PAIRS], root)
     return load_each(PAIRS, root)
 
 
-def test_the_pairs_have_every_part_of_a_setting_on_both_sides() -> None:
+def test_the_pairs_have_every_part_of_a_setting_on_both_sides():
     assert len(set(PAIRS)) == NUM_PAIRS
     for side in zip(*PAIRS, strict=True):
         assert {s.num_ranks for s in side} == {1, 2, 3, 4, 5, 8}
@@ -204,7 +194,5 @@ def test_the_pairs_have_every_part_of_a_setting_on_both_sides() -> None:
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair[0]}-to-{pair[1]}")
-def test_every_bit_of_the_state_comes_back_and_training_goes_on(
-    results: dict[Pair, list[str]], pair: Pair
-) -> None:
+def test_every_bit_of_the_state_comes_back_and_training_goes_on(results, pair):
     assert not results[pair], "\n".join(results[pair])

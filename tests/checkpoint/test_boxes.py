@@ -10,26 +10,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.config import LayoutName
-from shardwise.layout.boxes import Box, Overlap, boxes_of_range, owners_of
-from shardwise.layout.segments import Layout, Piece, build_layout
+from shardwise.layout.boxes import Overlap, boxes_of_range, owners_of
+from shardwise.layout.segments import Layout, build_layout
 
-Shape = tuple[int, ...]
-Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
-
-KINDS: tuple[LayoutName, ...] = ("rows", "flat")
+KINDS = ("rows", "flat")
 shapes = st.lists(st.integers(0, 6), max_size=4).map(tuple)
 
 
 @st.composite
-def shape_and_range(draw: st.DrawFn) -> tuple[Shape, int, int]:
+def shape_and_range(draw):
     shape = draw(shapes)
     lo = draw(st.integers(0, prod(shape)))
     return shape, lo, draw(st.integers(lo, prod(shape)))
 
 
 @st.composite
-def layout_and_range(draw: st.DrawFn) -> tuple[Layout, int, int, int]:
+def layout_and_range(draw):
     all_shapes = draw(st.lists(shapes, min_size=1, max_size=5))
     index = draw(st.integers(0, len(all_shapes) - 1))
     layout = build_layout(draw(st.sampled_from(KINDS)), all_shapes, draw(st.integers(1, 9)))
@@ -37,7 +33,7 @@ def layout_and_range(draw: st.DrawFn) -> tuple[Layout, int, int, int]:
     return layout, index, lo, draw(st.integers(lo, prod(all_shapes[index])))
 
 
-def elements(values: Ints, shape: Shape, box: Box) -> Ints:
+def elements(values, shape, box):
     """Return a box's elements as numpy slices them out of the tensor, in its order."""
     assert len(box.offsets) == len(box.lengths) == len(shape)
     assert all(o + n <= s for o, n, s in zip(box.offsets, box.lengths, shape, strict=True))
@@ -46,11 +42,9 @@ def elements(values: Ints, shape: Shape, box: Box) -> Ints:
 
 
 @given(shape_and_range())
-def test_the_boxes_of_a_range_hold_its_elements_in_flat_order(
-    case: tuple[Shape, int, int],
-) -> None:
+def test_the_boxes_of_a_range_hold_its_elements_in_flat_order(case):
     shape, lo, hi = case
-    found: list[int] = []
+    found = []
     for box in boxes_of_range(shape, lo, hi):
         inside = elements(np.arange(prod(shape)), shape, box).tolist()
         assert inside == list(range(box.lo, box.hi)) != []
@@ -59,17 +53,15 @@ def test_the_boxes_of_a_range_hold_its_elements_in_flat_order(
 
 
 @given(shape_and_range())
-def test_a_range_is_at_most_two_boxes_for_each_dim_but_the_first_and_one(
-    case: tuple[Shape, int, int],
-) -> None:
+def test_a_range_is_at_most_two_boxes_for_each_dim_but_the_first_and_one(case):
     shape, lo, hi = case
     assert len(boxes_of_range(shape, lo, hi)) <= 2 * (max(len(shape), 1) - 1) + 1
 
 
 @cache
-def all_contiguous_boxes(shape: Shape) -> dict[int, set[int]]:
+def all_contiguous_boxes(shape):
     """Try every box of a tensor; return the ends, by begin, of those without gaps."""
-    ends: dict[int, set[int]] = {}
+    ends = {}
     whole = np.arange(prod(shape)).reshape(shape)
     cuts = [[(o, e) for o in range(n) for e in range(o + 1, n + 1)] for n in shape]
     for bounds in product(*cuts):
@@ -84,7 +76,7 @@ def all_contiguous_boxes(shape: Shape) -> dict[int, set[int]]:
     [(), (1,), (5,), (4, 3), (3, 1, 4), (1, 3, 2), (2, 3, 4), (2, 2, 1, 3), (2, 3, 2, 2)],
     ids=str,
 )
-def test_no_other_cut_of_any_range_has_fewer_boxes(shape: Shape) -> None:
+def test_no_other_cut_of_any_range_has_fewer_boxes(shape):
     ends = all_contiguous_boxes(shape)
     numel = prod(shape)
     for lo in range(numel):
@@ -97,7 +89,7 @@ def test_no_other_cut_of_any_range_has_fewer_boxes(shape: Shape) -> None:
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (0,), (2, 0, 3), (0, 0), (4, 1)], ids=str)
-def test_an_empty_range_has_no_boxes_and_no_owners(shape: Shape) -> None:
+def test_an_empty_range_has_no_boxes_and_no_owners(shape):
     for at in {0, prod(shape)}:
         assert boxes_of_range(shape, at, at) == ()
         for kind, num_ranks in product(KINDS, (1, 3)):
@@ -105,7 +97,7 @@ def test_an_empty_range_has_no_boxes_and_no_owners(shape: Shape) -> None:
 
 
 @pytest.mark.parametrize("lo, hi", [(-1, 2), (2, 7), (4, 3), (7, 7)])
-def test_a_range_outside_the_tensor_is_refused(lo: int, hi: int) -> None:
+def test_a_range_outside_the_tensor_is_refused(lo, hi):
     message = f"expected 0 <= lo <= hi <= 6, got lo {lo} and hi {hi}"
     with pytest.raises(ValueError, match=message):
         boxes_of_range((2, 3), lo, hi)
@@ -114,9 +106,7 @@ def test_a_range_outside_the_tensor_is_refused(lo: int, hi: int) -> None:
 
 
 @given(layout_and_range())
-def test_the_owners_of_a_range_are_those_that_asking_every_rank_finds(
-    case: tuple[Layout, int, int, int],
-) -> None:
+def test_the_owners_of_a_range_are_those_that_asking_every_rank_finds(case):
     layout, index, lo, hi = case
     pieces = [layout.piece(index, rank) for rank in range(layout.num_ranks)]
     meets = [(rank, max(lo, p.lo), min(hi, p.hi)) for rank, p in enumerate(pieces)]
@@ -126,16 +116,16 @@ def test_the_owners_of_a_range_are_those_that_asking_every_rank_finds(
 @pytest.mark.parametrize("reading_ranks", [3, 9_999])
 @pytest.mark.parametrize("kind", KINDS)
 def test_planning_over_ten_thousand_ranks_works_only_on_the_overlaps(
-    kind: LayoutName, reading_ranks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    kind, reading_ranks, monkeypatch
+):
     all_shapes = [(41 + index % 7, 16) for index in range(1_000)]
     saved = build_layout(kind, all_shapes, 10_000)
     reading = build_layout("flat", all_shapes, reading_ranks)
     wanted = [reading.piece(index, reading_ranks // 2) for index in range(1_000)]
-    calls: Counter[int] = Counter()
+    calls = Counter()
     piece = Layout.piece
 
-    def counted_piece(self: Layout, index: int, rank: int) -> Piece:
+    def counted_piece(self, index, rank):
         calls[index] += 1
         return piece(self, index, rank)
 

@@ -1,11 +1,7 @@
 """A safetensors file's header: what is built is read back, by us and by the safetensors library."""
 
-from __future__ import annotations
-
 import json
 from math import prod
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -39,7 +35,7 @@ keys = texts.filter(lambda text: text.encode("utf-8", "ignore").decode() == text
 
 
 @st.composite
-def described(draw: st.DrawFn) -> list[tuple[str, str, tuple[int, ...], tuple[int, ...]]]:
+def described(draw):
     """Draw boxes: key, dtype, lengths, offsets."""
     found = []
     for key in draw(st.lists(keys, unique=True, max_size=6)):
@@ -50,7 +46,7 @@ def described(draw: st.DrawFn) -> list[tuple[str, str, tuple[int, ...], tuple[in
 
 
 @given(described())
-def test_a_header_that_was_built_is_read_back(boxes: Any) -> None:
+def test_a_header_that_was_built_is_read_back(boxes):
     stored = place(boxes)
     header = build_header(stored)
     data_bytes = sum(prod(lengths) * element_bytes(dtype) for _, dtype, lengths, _ in boxes)
@@ -62,7 +58,7 @@ def test_a_header_that_was_built_is_read_back(boxes: Any) -> None:
 
 
 @given(described(), st.integers(0, 2**62))
-def test_another_size_of_the_file_is_noticed(boxes: Any, data_bytes: int) -> None:
+def test_another_size_of_the_file_is_noticed(boxes, data_bytes):
     stored = place(boxes)
     right = stored[-1].end if stored else 0
     if data_bytes == right:
@@ -72,9 +68,7 @@ def test_another_size_of_the_file_is_noticed(boxes: Any, data_bytes: int) -> Non
 
 
 @given(described(), st.data())
-def test_a_header_with_other_bytes_is_read_or_refused_and_never_more(
-    boxes: Any, data: st.DataObject
-) -> None:
+def test_a_header_with_other_bytes_is_read_or_refused_and_never_more(boxes, data):
     stored = place(boxes)
     header = bytearray(build_header(stored)[8:])
     where = data.draw(st.integers(0, len(header) - 1))
@@ -87,14 +81,14 @@ def test_a_header_with_other_bytes_is_read_or_refused_and_never_more(
     assert all(len(s.offsets) == len(s.lengths) for s in found.values())
 
 
-def write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+def write(path, tensors):
     stored = place(
         [(k, dtype_name(t.dtype, k), tuple(t.shape), (0,) * t.ndim) for k, t in tensors.items()]
     )
     path.write_bytes(build_header(stored) + b"".join(memory_of(t) for t in tensors.values()))
 
 
-def test_the_safetensors_library_reads_every_dtype(tmp_path: Path) -> None:
+def test_the_safetensors_library_reads_every_dtype(tmp_path):
     tensors = {}
     for number, name in enumerate(SPELLINGS):
         count = 6 * element_bytes(name)
@@ -112,7 +106,7 @@ def test_the_safetensors_library_reads_every_dtype(tmp_path: Path) -> None:
             assert bytes(memory_of(found)) == bytes(memory_of(tensor))
 
 
-def test_a_file_of_the_safetensors_library_is_read(tmp_path: Path) -> None:
+def test_a_file_of_the_safetensors_library_is_read(tmp_path):
     tensors = {"b": torch.ones(3, 2), "a": torch.tensor(5), "c": torch.zeros(0, 4).half()}
     st_torch.save_file(tensors, tmp_path / "a", metadata={"format": "pt", "note": "x"})
     with Files().open(tmp_path / "a") as reader:
@@ -125,20 +119,20 @@ def test_a_file_of_the_safetensors_library_is_read(tmp_path: Path) -> None:
             assert data == bytes(memory_of(tensor))
 
 
-def test_memory_is_shared_with_the_tensor() -> None:
+def test_memory_is_shared_with_the_tensor():
     tensor = torch.zeros(2, 3)
     memory_of(tensor)[4:8] = torch.tensor(1.5).numpy().tobytes()
     assert tensor.tolist() == [[0.0, 1.5, 0.0], [0.0, 0.0, 0.0]]
     assert len(memory_of(torch.zeros(0, 3))) == 0 and len(memory_of(torch.tensor(1.0))) == 4
 
 
-def test_a_dtype_that_files_cannot_hold_is_named() -> None:
+def test_a_dtype_that_files_cannot_hold_is_named():
     with pytest.raises(CheckpointError, match=r"w: safetensors files hold no torch\.complex128"):
         dtype_name(torch.complex128, "w")
 
 
-GOOD: dict[str, Any] = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
-REFUSED: dict[str, tuple[Any, str]] = {
+GOOD = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+REFUSED = {
     "a list": ([], "no JSON object"),
     "no shape": ({"w": {"dtype": "F32", "data_offsets": [0, 8]}}, "not described right"),
     "no object": ({"w": 3}, "not described right"),
@@ -165,7 +159,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_wrong_header_is_refused_with_its_reason(name: str) -> None:
+def test_a_wrong_header_is_refused_with_its_reason(name):
     value, reason = REFUSED[name]
     with pytest.raises(DamagedCheckpoint, match=reason) as caught:
         parse_header(json.dumps(value).encode(), 8, "the/file")
@@ -183,13 +177,13 @@ def test_a_wrong_header_is_refused_with_its_reason(name: str) -> None:
         (b"\x0f" + b"\0" * 7 + b'{"a":{},"a":{}}', "x: "),
     ],
 )
-def test_a_file_that_is_cut_or_lies_is_refused(tmp_path: Path, data: bytes, reason: str) -> None:
+def test_a_file_that_is_cut_or_lies_is_refused(tmp_path, data, reason):
     (tmp_path / "a").write_bytes(data)
     with Files().open(tmp_path / "a") as reader, pytest.raises(CheckpointError, match=reason):
         read_header(reader, "x")
 
 
-def test_placing_lays_tensors_one_after_the_other() -> None:
+def test_placing_lays_tensors_one_after_the_other():
     assert place([("a", "F32", (3,), (0,)), ("b", "I8", (0, 2), (4, 0)), ("c", "F64", (), ())]) == [
         Stored("a", "F32", (3,), (0,), 0, 12),
         Stored("b", "I8", (0, 2), (4, 0), 12, 12),

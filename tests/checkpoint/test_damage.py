@@ -8,11 +8,9 @@ import os
 import random
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,12 +18,14 @@ import torch.distributed as dist
 
 import shardwise
 from inner import Files, step_name, verify
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
+from saving import flip, same_on_all_ranks
 from shardwise.engine.api import engine_of
-from shardwise.errors import CheckpointError, DamagedCheckpoint, StateError
-from stamped import build, count, stamp
+from shardwise.errors import CheckpointError, StateError
+from stamped import build, count, save_each, stamp
 
 NUM_FLIPS = 24  # for each layout
+OTHER_WAYS = ("page", "cut", "extension", "removal", "step", "run", "rank", "duplicate", "kind")
 PAGE = 4096
 OLDER, DAMAGED = step_name(1), step_name(2)
 
@@ -39,11 +39,11 @@ class Damage:
     tensor: str = ""
     harmless: bool = False  # to a load: bytes that only other readers use
 
-    def __str__(self) -> str:
+    def __str__(self):
         return f"{self.how} of {self.file} {self.tensor}".strip()
 
 
-def regions(path: Path) -> list[tuple[int, int, str]]:
+def regions(path):
     """Return (begin, end, tensor) of a file's tensors, read as any safetensors reader does."""
     data = path.read_bytes()
     size = int.from_bytes(data[:8], "little")
@@ -54,7 +54,7 @@ def regions(path: Path) -> list[tuple[int, int, str]]:
     return sorted(found)
 
 
-def tensor_at(path: Path, at: int) -> tuple[str, bool]:
+def tensor_at(path, at):
     """Return the tensor at a byte of a file, and whether the byte is of the header."""
     if path.suffix != ".safetensors":
         return "", False
@@ -62,7 +62,7 @@ def tensor_at(path: Path, at: int) -> tuple[str, bool]:
     return (inside[0], False) if inside else ("", True)
 
 
-def flip_one_bit(folder: Path, rng: random.Random) -> Damage:
+def flip_one_bit(folder, rng):
     """Flip a bit in a file drawn evenly, so that small files are met as often as large ones."""
     path = rng.choice(sorted(folder.iterdir()))
     data = bytearray(path.read_bytes())
@@ -73,7 +73,7 @@ def flip_one_bit(folder: Path, rng: random.Random) -> Damage:
     return Damage(path.name, f"bit of byte {at}", tensor, in_header)
 
 
-def zero_a_page(folder: Path, rng: random.Random) -> Damage:
+def zero_a_page(folder, rng):
     path = rng.choice(sorted(folder.glob("*.safetensors")))
     data = bytearray(path.read_bytes())
     at = rng.randrange(len(data)) // PAGE * PAGE
@@ -85,29 +85,29 @@ def zero_a_page(folder: Path, rng: random.Random) -> Damage:
     return Damage(path.name, f"page at {at}", harmless=not touched)
 
 
-def cut_short(folder: Path, rng: random.Random) -> Damage:
+def cut_short(folder, rng):
     path = rng.choice(sorted(folder.iterdir()))
     size = rng.choice((0, path.stat().st_size - 1, rng.randrange(path.stat().st_size)))
     path.write_bytes(path.read_bytes()[:size])
     return Damage(path.name, f"cut to {size} bytes")
 
 
-def make_longer(folder: Path, rng: random.Random) -> Damage:
+def make_longer(folder, rng):
     path = rng.choice(sorted(folder.iterdir()))
     path.write_bytes(path.read_bytes() + rng.randbytes(rng.choice((1, 8, PAGE))))
     return Damage(path.name, "extension")
 
 
-def remove(folder: Path, rng: random.Random) -> Damage:
+def remove(folder, rng):
     path = rng.choice(sorted(folder.iterdir()))
     path.unlink()
     return Damage(path.name, "removal")
 
 
-def take_from(others: Path, what: str, same_size: bool = True) -> Callable[..., Damage]:
+def take_from(others, what, same_size=True):
     """Put in a file of the same name, and of the same size, of another checkpoint."""
 
-    def swap(folder: Path, rng: random.Random) -> Damage:
+    def swap(folder, rng):
         names = [p.name for p in sorted(folder.iterdir())
                  if (others / p.name).read_bytes() != p.read_bytes()
                  and (others / p.name).stat().st_size == p.stat().st_size]  # fmt: skip
@@ -118,7 +118,7 @@ def take_from(others: Path, what: str, same_size: bool = True) -> Callable[..., 
     return swap
 
 
-def take_of_another_rank(folder: Path, rng: random.Random) -> Damage:
+def take_of_another_rank(folder, rng):
     """Put in the file of another rank, cut or filled up to the size that is expected."""
     kind = rng.choice(("-0.safetensors", ".json"))
     into, source = rng.sample([f"rank{rank:05d}{kind}" for rank in range(2)], 2)
@@ -127,12 +127,12 @@ def take_of_another_rank(folder: Path, rng: random.Random) -> Damage:
     return Damage(into, f"file of {source}")
 
 
-def duplicate(folder: Path, rng: random.Random) -> Damage:
+def duplicate(folder, rng):
     shutil.copy(folder / "rank00000-0.safetensors", folder / "rank00007-0.safetensors")
     return Damage("rank00007-0.safetensors", "duplicate")
 
 
-def become_another_kind(folder: Path, rng: random.Random) -> Damage:
+def become_another_kind(folder, rng):
     """A link, even to the right bytes, may lead anywhere; a folder or a pipe is no file."""
     path = rng.choice(sorted(folder.iterdir()))
     aside = folder.parent / "aside"
@@ -144,11 +144,9 @@ def become_another_kind(folder: Path, rng: random.Random) -> Damage:
 
 
 @contextmanager
-def damaged(
-    folder: Path, rank: int, how: Callable[..., Damage], seed: int
-) -> Iterator[list[Damage | None]]:
+def damaged(folder, rank, how, seed):
     """Let rank 0 damage a copy and make it whole again afterwards; the others wait for it."""
-    said: list[Any] = [None]
+    said = [None]
     if rank == 0:
         before = {path: path.read_bytes() for path in folder.iterdir()}
         said = [how(folder, random.Random(seed))]
@@ -166,7 +164,7 @@ def damaged(
     dist.barrier()
 
 
-def load_caught(*args: Any, **kwargs: Any) -> tuple[Any, str, list[str]]:
+def load_caught(*args, **kwargs):
     """Return (Loaded or None, kind and text of the error, warnings)."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -179,7 +177,7 @@ def load_caught(*args: Any, **kwargs: Any) -> tuple[Any, str, list[str]]:
 class Patient:
     """On every rank: two checkpoints of a run, of which the newer is damaged again and again."""
 
-    def __init__(self, rank: int, folder: Path, layout: str) -> None:
+    def __init__(self, rank, folder, layout):
         self.rank = rank
         self.run = folder / "run"
         self.model, self.optimizer = build(3, layout)
@@ -200,12 +198,12 @@ class Patient:
             "kind": become_another_kind,
         }
 
-    def meet(self, way: str, seed: int) -> dict[str, Any]:
+    def meet(self, way, seed):
         """Damage the newer one, load it, load the newest; say what came of it."""
         model, optimizer = self.model, self.optimizer
         path = self.run / DAMAGED
         with damaged(path, self.rank, self.ways[way], seed) as said:
-            row: dict[str, Any] = {"damage": said[0], "seed": seed}
+            row = {"damage": said[0], "seed": seed}
             findings = verify(Files(), path).findings if self.rank == 0 else ()
             row["verify"] = [str(finding) for finding in findings]
             stamp(model, optimizer, "Z")
@@ -219,14 +217,12 @@ class Patient:
         return row
 
 
-def try_damages(
-    rank: int, world_size: int, folder: str, layout: str, plan: list[tuple[str, int]]
-) -> list[dict[str, Any]]:
+def try_damages(rank, world_size, folder, layout, plan):
     patient = Patient(rank, Path(folder), layout)
     return [patient.meet(way, seed) for way, seed in plan]
 
 
-def refuses_to_run(model: torch.nn.Module) -> bool:
+def refuses_to_run(model):
     if engine_of(model).conditions.unusable is None:
         with torch.no_grad():
             model(torch.zeros(1, 13))
@@ -236,7 +232,7 @@ def refuses_to_run(model: torch.nn.Module) -> bool:
     return True
 
 
-def assert_found(rank: int, row: dict[str, Any]) -> None:
+def assert_found(rank, row):
     """The damage was found: named to all, nothing of it used, and the older one taken instead."""
     damage, why = row["damage"], f"{row['damage']} (seed {row['seed']}): {row}"
     # Asked for by its step, it is refused; no other is taken.
@@ -253,14 +249,14 @@ def assert_found(rank: int, row: dict[str, Any]) -> None:
         assert len(row["warnings"]) == 1 and DAMAGED in row["warnings"][0], why
 
 
-def assert_harmless(rank: int, row: dict[str, Any]) -> None:
+def assert_harmless(rank, row):
     """Nothing that a load uses was touched: it loads, every element right."""
     assert (row["asked"], row["newest"], row["skipped"]) == ("", "", ()), row
     assert (row["step"], set(row["found"]), row["usable"]) == (2, {"B"}, True), row
     assert row["extra"] == {"save": "B", "rank": rank}
 
 
-def check_all(of_ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+def check_all(of_ranks):
     """Check every trial on every rank; return the rows of rank 0."""
     for rows in zip(*of_ranks, strict=True):
         for rank, row in enumerate(rows):
@@ -274,88 +270,57 @@ def check_all(of_ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("layout", ["rows", "flat"])
-def test_a_flipped_bit_anywhere_is_found_and_named_and_the_older_checkpoint_is_taken(
-    tmp_path: Path, layout: str
-) -> None:
+def test_whatever_is_damaged_is_found_and_named_and_the_older_checkpoint_is_taken(tmp_path, layout):
     plan = [("bit", seed) for seed in range(NUM_FLIPS)]
+    plan += [(way, seed) for way in OTHER_WAYS for seed in range(5 if way == "kind" else 2)]
     rows = check_all(run_ranks(try_damages, 2, str(tmp_path), layout, plan))
-    named = {row["damage"].file for row in rows}
+    flips, others = rows[:NUM_FLIPS], rows[NUM_FLIPS:]
+    named = {row["damage"].file for row in flips}
     assert {"manifest.json", "rank00000.json", "rank00001-0.safetensors"} <= named
-    in_tensors = [row for row in rows if row["damage"].tensor]
+    in_tensors = [row for row in flips if row["damage"].tensor]
     assert {bool(row["refuses"]) for row in in_tensors} == {True}
     of_one_rank = [row for row in in_tensors if "rank00001" in row["damage"].file]
     assert any(": rank 1: " in row["asked"] for row in of_one_rank)
     assert any("other rank" not in row["asked"] for row in of_one_rank)  # the others had no error
+    assert not all(row["refuses"] for row in others)  # what shows at once changes nothing
 
 
-@pytest.mark.parametrize("layout", ["rows", "flat"])
-def test_files_that_are_cut_zeroed_missing_or_of_another_checkpoint_are_found_and_named(
-    tmp_path: Path, layout: str
-) -> None:
-    ways = ("page", "cut", "extension", "removal", "step", "run", "rank", "duplicate", "kind")
-    plan = [(way, seed) for way in ways for seed in range(5 if way == "kind" else 2)]
-    rows = check_all(run_ranks(try_damages, 2, str(tmp_path), layout, plan))
-    assert not all(row["refuses"] for row in rows)  # what shows at once changes nothing
-
-
-def load_when_all_are_damaged(rank: int, world_size: int, folder: str) -> tuple[str, list[str]]:
+@on_ranks(3)
+def test_when_all_are_damaged_all_ranks_say_so_for_each_and_nothing_can_be_saved(rank, tmp_path):
     model, optimizer = build()
-    for save, step in (("A", 1), ("B", 2)):
-        stamp(model, optimizer, save)
-        shardwise.save(folder, model, optimizer, step=step)
+    save_each(tmp_path, model, optimizer)
     if rank == 0:
         for step in (1, 2):
-            path = Path(folder, step_name(step), "rank00002-0.safetensors")
-            data = bytearray(path.read_bytes())
-            data[-1] ^= 1
-            path.write_bytes(data)
+            flip(tmp_path / step_name(step) / "rank00002-0.safetensors")
     dist.barrier()
-    _, text, warned = load_caught(folder, model, optimizer)
-    assert refuses_to_run(model)
-    with pytest.raises(StateError):  # it would be saved as if it were whole
-        shardwise.save(Path(folder, "new"), model, optimizer)
-    return text, warned
-
-
-def test_when_all_are_damaged_all_ranks_say_so_for_each_and_nothing_can_be_saved(
-    tmp_path: Path,
-) -> None:
-    results = run_ranks(load_when_all_are_damaged, 3, str(tmp_path))
-    text, warned = results[0]
-    assert {said for said, _ in results} == {text} and not warned  # the error names both
+    _, text, warned = load_caught(tmp_path, model, optimizer)
+    assert same_on_all_ranks(text) and not warned  # the error names both
     assert text.startswith("CheckpointError: ") and "no checkpoint can be used" in text
     for step in (1, 2):
         assert f"{step_name(step)}/rank00002-0.safetensors: tensor" in text
+    assert refuses_to_run(model)
+    with pytest.raises(StateError):  # it would be saved as if it were whole
+        shardwise.save(tmp_path / "new", model, optimizer)
     assert not (tmp_path / "new").exists()
 
 
-def test_damage_that_a_smaller_world_meets_is_found_by_whoever_reads_it(tmp_path: Path) -> None:
-    """Saved on three ranks, loaded on one: every file is read by that one."""
-    run_ranks(save_once, 3, str(tmp_path))
-    for path in sorted((tmp_path / step_name(1)).glob("*.safetensors")):
-        whole = path.read_bytes()
-        path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 0x40]))
-        with pytest.raises(DamagedCheckpoint, match=path.name):
-            run_ranks_or_raise(load_once, str(tmp_path))
-        path.write_bytes(whole)
-    assert run_ranks(load_once, 1, str(tmp_path)) == [""]
+def save_once(rank, world_size, folder):
+    save_each(folder, *build(3, "flat"), "A")
 
 
-def save_once(rank: int, world_size: int, folder: str) -> None:
-    model, optimizer = build(3, "flat")
-    stamp(model, optimizer, "A")
-    shardwise.save(folder, model, optimizer, step=1)
-
-
-def load_once(rank: int, world_size: int, folder: str) -> str:
-    model, optimizer = build(3, "rows")
-    stamp(model, optimizer, "Z")
+def load_once(rank, world_size, folder):
+    model, optimizer = build(3, "rows", save="Z")
     loaded, text, _ = load_caught(folder, model, optimizer, step=1)
     assert loaded is None or set(count(model, optimizer)) == {"A"}
     return text
 
 
-def run_ranks_or_raise(fn: Callable[..., str], *args: Any) -> None:
-    for text in run_ranks(fn, 1, *args):
-        if text:
-            raise DamagedCheckpoint(text)
+def test_damage_that_a_smaller_world_meets_is_found_by_whoever_reads_it(tmp_path):
+    """Saved on three ranks, loaded on one: every file is read by that one."""
+    run_ranks(save_once, 3, str(tmp_path))
+    for path in sorted((tmp_path / step_name(1)).glob("*.safetensors")):
+        flip(path)
+        (text,) = run_ranks(load_once, 1, str(tmp_path))
+        assert text.startswith("DamagedCheckpoint: ") and path.name in text
+        flip(path)
+    assert run_ranks(load_once, 1, str(tmp_path)) == [""]

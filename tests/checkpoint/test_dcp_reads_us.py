@@ -3,17 +3,13 @@
 Nothing of ours runs on the reading side: `dcp.load` with `HuggingFaceStorageReader`, `safe_open`.
 """
 
-from __future__ import annotations
-
 import warnings
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -23,16 +19,16 @@ from ranks import run_ranks
 from saving import Net, Setting, build, differences, take_step, truth_of
 
 
-def save_and_tell(rank: int, world_size: int, setting: Setting, folder: Path) -> dict[str, Any]:
+def save_and_tell(rank, world_size, setting, folder, make_model=Net):
     """Save; return all that stock torch should find, by its key: full tensors, gathered."""
-    run = build(setting)
+    run = build(setting, make_model=make_model)
     for step in range(2):
         take_step(run, step)
     shardwise.save(folder, run.model, run.optimizer, extra={"mine": torch.arange(3) + rank})
     return keys_of(truth_of(run))
 
 
-def keys_of(truth: dict[str, Any]) -> dict[str, Tensor]:
+def keys_of(truth):
     """Name a run's tensors as files name them; tied weights and per-rank buffers have one name."""
     found = {}
     for key, value in truth.items():
@@ -45,7 +41,7 @@ def keys_of(truth: dict[str, Any]) -> dict[str, Tensor]:
     return found
 
 
-def dcp_load(into: dict[str, Any], folder: Path, **options: Any) -> None:
+def dcp_load(into, folder, **options):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="torch")  # torch's own, about its own
         warnings.filterwarnings("ignore", message=".*(DCP|torch.distributed|TypedStorage).*")
@@ -65,7 +61,7 @@ SAVED = [
 
 
 @pytest.mark.parametrize("setting", SAVED, ids=str)
-def test_stock_dcp_reads_every_tensor_whole(tmp_path: Path, setting: Setting) -> None:
+def test_stock_dcp_and_safetensors_read_every_tensor_whole(tmp_path, setting):
     expected = run_ranks(save_and_tell, setting.num_ranks, setting, tmp_path / "c")[0]
     assert {"few", "cells.0.gain", "optim.state.few.exp_avg", "optim.state.few.step"} <= set(
         expected
@@ -73,28 +69,29 @@ def test_stock_dcp_reads_every_tensor_whole(tmp_path: Path, setting: Setting) ->
     found = {key: torch.full_like(value, 3) for key, value in expected.items()}
     dcp_load(found, tmp_path / "c", no_dist=True)
     assert not differences(found, expected)
+    flat = {}
+    for path in sorted((tmp_path / "c").glob("*.safetensors")):
+        with safe_open(str(path), framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 - it is no mapping
+                flat.setdefault(key, []).append(file.get_tensor(key))
+    for rank in range(setting.num_ranks):  # what is a rank's own carries its number
+        (own,) = (parts for key, parts in flat.items() if key.startswith(f"rank{rank:05d}.extra"))
+        assert torch.equal(own[0], torch.arange(3) + rank)
+    for key, value in expected.items():  # ranks, and the boxes of each, are in order
+        joined = torch.cat([part.reshape(-1) for part in flat[key]])
+        assert torch.equal(joined, value.reshape(-1)), key
 
 
 class Stock(Net):
     """The model for torch's own sharding: DTensors have no dims to cut in a scalar."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         for cell in self.cells:
             cell.gain = nn.Parameter(torch.ones(1))
 
 
-def save_stock(rank: int, world_size: int, setting: Setting, folder: Path) -> dict[str, Any]:
-    run = build(setting, make_model=Stock)
-    for step in range(2):
-        take_step(run, step)
-    shardwise.save(folder, run.model, run.optimizer)
-    return keys_of(truth_of(run))
-
-
-def load_into_fsdp2(
-    rank: int, world_size: int, folders: list[Path], expected: list[dict[str, Tensor]]
-) -> list[str]:
+def load_into_fsdp2(rank, world_size, folders, expected):
     problems = []
     for folder, truth in zip(folders, expected, strict=True):
         torch.manual_seed(5)
@@ -106,7 +103,7 @@ def load_into_fsdp2(
         for p in model.parameters():
             p.grad = torch.zeros_like(p) if p.requires_grad else None
         optimizer.step()
-        into: dict[str, Any] = {n: p.detach() for n, p in model.named_parameters()}
+        into = {n: p.detach() for n, p in model.named_parameters()}
         for name, p in model.named_parameters():
             for key, value in optimizer.state.get(p, {}).items():
                 into[f"optim.state.{name}.{key}"] = value
@@ -121,27 +118,10 @@ def load_into_fsdp2(
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_stock_dcp_reshards_into_an_fsdp2_model(tmp_path: Path, size: int) -> None:
+def test_stock_dcp_reshards_into_an_fsdp2_model(tmp_path, size):
     folders, expected = [], []
     for layout in ("rows", "flat"):
         folders.append(tmp_path / layout)
-        expected.append(run_ranks(save_stock, size, Setting(size, 3, layout), folders[-1])[0])
+        setting = Setting(size, 3, layout)
+        expected.append(run_ranks(save_and_tell, size, setting, folders[-1], Stock)[0])
     assert run_ranks(load_into_fsdp2, 2, folders, expected) == [[], []]
-
-
-@pytest.mark.parametrize("setting", SAVED[-3:], ids=str)
-def test_safetensors_reads_each_file_and_together_they_are_the_tensors(
-    tmp_path: Path, setting: Setting
-) -> None:
-    expected = run_ranks(save_and_tell, setting.num_ranks, setting, tmp_path / "c")[0]
-    flat: dict[str, list[tuple[str, Tensor]]] = {}
-    for path in sorted((tmp_path / "c").glob("*.safetensors")):
-        with safe_open(str(path), framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118 - it is no mapping
-                flat.setdefault(key, []).append((path.name, file.get_tensor(key)))
-    for rank in range(setting.num_ranks):  # what is a rank's own carries its number
-        (own,) = (parts for key, parts in flat.items() if key.startswith(f"rank{rank:05d}.extra"))
-        assert torch.equal(own[0][1], torch.arange(3) + rank)
-    for key, value in expected.items():  # ranks, and the boxes of each, are in order
-        joined = torch.cat([part.reshape(-1) for _, part in flat[key]])
-        assert torch.equal(joined, value.reshape(-1)), key

@@ -4,9 +4,7 @@ import errno
 import random
 import tempfile
 import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -26,27 +24,26 @@ from disk import (
 )
 from inner import Files, read_text, remove_tree
 from ranks import HANG_S
-from shardwise.comm.control import Control
 from shardwise.errors import CheckpointError, CollectiveError
 
 ROOT = Path("/")
 
 
-def put(files: Files, path: Path, data: bytes, sync: bool = True) -> None:
+def put(files, path, data, sync=True):
     with files.create(path) as writer:
         writer.write([memoryview(data)])
         if sync:
             writer.sync()
 
 
-def get(files: Files, path: Path) -> bytes:
+def get(files, path):
     with files.open(path) as reader:
         data = bytearray(reader.size)
         reader.read_into(0, memoryview(data))
     return bytes(data)
 
 
-def trees(disk: SimulatedDisk, limit: int = 4096) -> list[dict[str, bytes | None]]:
+def trees(disk, limit=4096):
     return [after.tree() for after in all_crashes(disk, limit)]
 
 
@@ -59,13 +56,13 @@ PATHS = st.lists(NAMES, min_size=1, max_size=3).map(lambda names: "/".join(names
 class Twins(RuleBasedStateMachine):
     """The same operations on a real folder and on the simulated disk give the same answers."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self._folder = tempfile.TemporaryDirectory()
         self._real, self._simulated = Files(), SimulatedDisk()
-        self._writers: list[tuple[Any, Any]] = []
+        self._writers = []
 
-    def both(self, action: Callable[[Files, Path], Any]) -> tuple[Any, Any]:
+    def both(self, action):
         answers = []
         for files, root in ((self._real, Path(self._folder.name)), (self._simulated, ROOT)):
             try:
@@ -77,20 +74,20 @@ class Twins(RuleBasedStateMachine):
                 answers.append(type(error))
         return answers[0], answers[1]
 
-    def same(self, action: Callable[[Files, Path], Any]) -> None:
+    def same(self, action):
         real, simulated = self.both(action)
         assert real == simulated
 
     @rule(path=PATHS)
-    def make_folder(self, path: str) -> None:
+    def make_folder(self, path):
         self.same(lambda files, root: files.make_folder(root / path))
 
     @rule(path=PATHS)
-    def make_folders(self, path: str) -> None:
+    def make_folders(self, path):
         self.same(lambda files, root: files.make_folders(root / path))
 
     @rule(path=PATHS, data=st.binary(max_size=9))
-    def create(self, path: str, data: bytes) -> None:
+    def create(self, path, data):
         real, simulated = self.both(lambda files, root: files.create(root / path))
         if isinstance(real, str) or isinstance(simulated, str):
             assert real == simulated
@@ -99,38 +96,38 @@ class Twins(RuleBasedStateMachine):
             self.append(len(self._writers) - 1, data)
 
     @rule(number=st.integers(0, 3), data=st.binary(max_size=9))
-    def append(self, number: int, data: bytes) -> None:
+    def append(self, number, data):
         for writers in self._writers[number : number + 1]:
             for writer in writers:
                 writer.write([memoryview(data[:2]), memoryview(data[2:])])
 
     @rule(source=PATHS, new=PATHS)
-    def rename(self, source: str, new: str) -> None:
+    def rename(self, source, new):
         self.same(lambda files, root: files.rename(root / source, root / new))
 
     @rule(a=PATHS, b=PATHS)
-    def exchange(self, a: str, b: str) -> None:
+    def exchange(self, a, b):
         self.same(lambda files, root: files.exchange(root / a, root / b))
 
     @rule(path=PATHS)
-    def remove_file(self, path: str) -> None:
+    def remove_file(self, path):
         self.same(lambda files, root: files.remove_file(root / path))
 
     @rule(path=PATHS)
-    def remove_folder(self, path: str) -> None:
+    def remove_folder(self, path):
         self.same(lambda files, root: files.remove_folder(root / path))
 
     @rule(path=PATHS)
-    def remove_tree(self, path: str) -> None:
+    def remove_tree(self, path):
         self.same(lambda files, root: remove_tree(files, root / path))
 
     @rule(path=PATHS)
-    def sync(self, path: str) -> None:
+    def sync(self, path):
         self.same(lambda files, root: files.sync_folder(root / path))
 
     @rule(path=st.sampled_from(["l", "a/l", "b/c/l"]), text=st.text(max_size=3))
-    def lock(self, path: str, text: str) -> None:
-        def write(files: Files, root: Path) -> bool:
+    def lock(self, path, text):
+        def write(files, root):
             lock = files.lock(root / path)
             assert lock is not None
             lock.write(text)
@@ -148,8 +145,8 @@ class Twins(RuleBasedStateMachine):
         self.same(write)
 
     @rule(path=PATHS, offset=st.integers(0, 9), length=st.integers(0, 9))
-    def read(self, path: str, offset: int, length: int) -> None:
-        def read(files: Files, root: Path) -> tuple[int, bytes]:
+    def read(self, path, offset, length):
+        def read(files, root):
             with files.open(root / path) as reader:
                 data = bytearray(length)
                 reader.read_into(offset, memoryview(data))
@@ -159,7 +156,7 @@ class Twins(RuleBasedStateMachine):
         self.same(lambda files, root: read_text(files, root / path, 8))
 
     @invariant()
-    def the_trees_are_equal(self) -> None:
+    def the_trees_are_equal(self):
         for folder in ("", "a", "a/b", "b/a"):
             self.same(
                 lambda files, root, folder=folder: [
@@ -167,7 +164,7 @@ class Twins(RuleBasedStateMachine):
                 ]
             )
 
-    def teardown(self) -> None:
+    def teardown(self):
         for real, simulated in self._writers:
             real.close()
             simulated.close()
@@ -183,7 +180,7 @@ TestTwins.settings = settings(max_examples=25, stateful_step_count=25, deadline=
 # ----------------------------------------------------------------------------------------- crashes
 
 
-def play(disk: SimulatedDisk, script: str) -> None:
+def play(disk, script):
     """Do what each line says: ``put`` is synced, ``write`` is not; paths begin at the root."""
     for line in script.split("; "):
         word, *rest = line.split()
@@ -194,14 +191,14 @@ def play(disk: SimulatedDisk, script: str) -> None:
             getattr(disk, word)(*paths)
 
 
-def names(*paths: str, **contents: str) -> dict[str, bytes | None]:
+def names(*paths, **contents):
     """Return a tree: folders, and files whose paths have _ for a slash."""
     files = {"/" + path.replace("_", "/"): text.encode() for path, text in contents.items()}
     return {f"/{path}": None for path in paths} | files
 
 
 # What is done, and every tree that a power cut then may leave.
-CRASHES: dict[str, tuple[str, list[dict[str, bytes | None]]]] = {
+CRASHES = {
     "synced data with a synced name stays": ("put a data; sync_folder /", [names(a="data")]),
     "a file without a synced name is gone or whole": ("put a data", [{}, names(a="data")]),
     "unsynced data is missing, short or zero": (
@@ -246,7 +243,7 @@ CRASHES: dict[str, tuple[str, list[dict[str, bytes | None]]]] = {
 
 
 @pytest.mark.parametrize("name", CRASHES)
-def test_a_power_cut_leaves_these_trees_and_no_others(name: str) -> None:
+def test_a_power_cut_leaves_these_trees_and_no_others(name):
     script, expected = CRASHES[name]
     disk = SimulatedDisk()
     play(disk, script)
@@ -254,7 +251,7 @@ def test_a_power_cut_leaves_these_trees_and_no_others(name: str) -> None:
     assert found == {frozenset(tree.items()) for tree in expected}
 
 
-def test_bytes_synced_before_survive_beside_lost_pages() -> None:
+def test_bytes_synced_before_survive_beside_lost_pages():
     disk = SimulatedDisk()
     page = bytes([1]) * PAGE
     with disk.create(ROOT / "a") as writer:
@@ -268,7 +265,7 @@ def test_bytes_synced_before_survive_beside_lost_pages() -> None:
     assert page + page in found
 
 
-def test_a_sync_that_failed_and_then_succeeds_has_saved_nothing() -> None:
+def test_a_sync_that_failed_and_then_succeeds_has_saved_nothing():
     """As kernels do: the pages are dropped, and the error is told once."""
     disk = SimulatedDisk()
     files = FaultyFiles(disk, Fault(0, errno.EIO, "sync"))
@@ -281,7 +278,7 @@ def test_a_sync_that_failed_and_then_succeeds_has_saved_nothing() -> None:
     assert {"/a": b""} in trees(disk)
 
 
-def test_a_crash_leaves_the_crashed_disk_alone_and_is_itself_durable() -> None:
+def test_a_crash_leaves_the_crashed_disk_alone_and_is_itself_durable():
     disk = SimulatedDisk()
     put(disk, ROOT / "a", b"1", sync=False)
     before = disk.tree()
@@ -293,7 +290,7 @@ def test_a_crash_leaves_the_crashed_disk_alone_and_is_itself_durable() -> None:
 
 
 @pytest.mark.parametrize("k", range(6))
-def test_a_power_cut_comes_before_the_chosen_operation_and_lasts(k: int) -> None:
+def test_a_power_cut_comes_before_the_chosen_operation_and_lasts(k):
     disk = SimulatedDisk(crash_at=k)
     with pytest.raises(PowerCut):
         put(disk, ROOT / "a", b"1")  # create, write, sync, close
@@ -305,7 +302,7 @@ def test_a_power_cut_comes_before_the_chosen_operation_and_lasts(k: int) -> None
         disk.list(ROOT)
 
 
-def test_too_many_crashes_are_sampled_with_both_extremes_and_the_same_for_a_seed() -> None:
+def test_too_many_crashes_are_sampled_with_both_extremes_and_the_same_for_a_seed():
     disk = SimulatedDisk()
     for i in range(10):
         put(disk, ROOT / str(i), bytes([i]))
@@ -317,9 +314,7 @@ def test_too_many_crashes_are_sampled_with_both_extremes_and_the_same_for_a_seed
 
 @settings(max_examples=80, deadline=None)
 @given(data=st.data())
-def test_after_any_crash_every_file_is_in_one_place_and_every_promise_was_kept(
-    data: st.DataObject,
-) -> None:
+def test_after_any_crash_every_file_is_in_one_place_and_every_promise_was_kept(data):
     """Random names come, move and go; each file holds its own number, so that it is known again.
 
     A file that was there at a sync of everything and not removed since is still in one place. Names
@@ -330,9 +325,9 @@ def test_after_any_crash_every_file_is_in_one_place_and_every_promise_was_kept(
     folders = [ROOT, ROOT / "d", ROOT / "e"]
     for folder in folders[1:]:
         disk.make_folders(folder)
-    kept: set[bytes] = set()
-    promised: dict[Path, dict[str, bytes]] = {folder: {} for folder in folders}
-    touched: dict[Path, set[str]] = {folder: set() for folder in folders}
+    kept = set()
+    promised = {folder: {} for folder in folders}
+    touched = {folder: set() for folder in folders}
     for number in range(rng.randrange(1, 25)):
         files = [path for path, content in disk.tree().items() if content is not None]
         old = Path(rng.choice(files)) if files else None
@@ -375,7 +370,7 @@ def test_after_any_crash_every_file_is_in_one_place_and_every_promise_was_kept(
         assert found == promised[folder]
 
 
-def files_in(disk: SimulatedDisk, folder: Path) -> dict[str, bytes]:
+def files_in(disk, folder):
     return {
         Path(path).name: content
         for path, content in disk.tree().items()
@@ -386,7 +381,7 @@ def files_in(disk: SimulatedDisk, folder: Path) -> dict[str, bytes]:
 # -------------------------------------------------------------------------------------- faults
 
 
-def save(files: Files) -> None:
+def save(files):
     """A small commit: nine operations, of which one writes ten bytes."""
     files.make_folder(ROOT / "tmp")
     with files.create(ROOT / "tmp" / "f") as writer:
@@ -400,9 +395,7 @@ def save(files: Files) -> None:
 
 @pytest.mark.parametrize("when", ["before", "middle", "after"])
 @pytest.mark.parametrize("number", [None, errno.ENOSPC, errno.EIO, errno.EFBIG, errno.EDQUOT])
-def test_each_operation_can_fail_or_kill_and_nothing_later_happens(
-    number: int | None, when: Any
-) -> None:
+def test_each_operation_can_fail_or_kill_and_nothing_later_happens(number, when):
     plain = FaultyFiles(SimulatedDisk())
     save(plain)
     assert len(plain.operations) == 9
@@ -421,7 +414,7 @@ def test_each_operation_can_fail_or_kill_and_nothing_later_happens(
                 files.list(ROOT)
 
 
-def test_a_fault_meets_the_chosen_operation_of_a_kind_and_half_a_write_stays() -> None:
+def test_a_fault_meets_the_chosen_operation_of_a_kind_and_half_a_write_stays():
     disk = SimulatedDisk()
     files = FaultyFiles(disk, Fault(1, None, "write", "middle"))
     put(files, ROOT / "a", b"01234")
@@ -430,7 +423,7 @@ def test_a_fault_meets_the_chosen_operation_of_a_kind_and_half_a_write_stays() -
     assert disk.tree() == {"/a": b"01234", "/b": b"01234"}
 
 
-def test_a_lasting_fault_goes_on_and_another_passes() -> None:
+def test_a_lasting_fault_goes_on_and_another_passes():
     for lasting in (False, True):
         files = FaultyFiles(SimulatedDisk(), Fault(1, errno.ENOSPC, "write", lasting=lasting))
         outcome = []
@@ -443,7 +436,7 @@ def test_a_lasting_fault_goes_on_and_another_passes() -> None:
         assert outcome == [True, False, not lasting, not lasting]
 
 
-def test_a_killed_rank_loses_its_lock_and_runs_no_clean_up(tmp_path: Path) -> None:
+def test_a_killed_rank_loses_its_lock_and_runs_no_clean_up(tmp_path):
     for disk, root in ((SimulatedDisk(), ROOT), (Files(), tmp_path)):
         files = FaultyFiles(disk, Fault(1, op="create"))
         lock = files.lock(root / "lock")
@@ -466,30 +459,28 @@ def test_a_killed_rank_loses_its_lock_and_runs_no_clean_up(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("ranks", [1, 3, 5])
 @pytest.mark.parametrize("seed", [None, 0, 1])
-def test_ranks_in_lockstep_exchange_and_broadcast_as_real_ones(
-    ranks: int, seed: int | None
-) -> None:
-    def body(control: Control) -> list[Any]:
+def test_ranks_in_lockstep_exchange_and_broadcast_as_real_ones(ranks, seed):
+    def body(control):
         assert control.num_ranks == ranks
-        found: list[Any] = []
+        found = []
         for i in range(4):
             found.append(control.exchange(b"%d%d" % (i, control.rank)))
             found.append(control.broadcast(b"x" * i if control.rank == 0 else b"ignored"))
         return found
 
-    one: list[Any] = []
+    one = []
     for i in range(4):
         one += [[b"%d%d" % (i, rank) for rank in range(ranks)], b"x" * i]
     assert Lockstep().run(ranks, body, seed) == [one] * ranks
 
 
-def test_only_one_rank_runs_at_a_time_and_a_seed_gives_one_order() -> None:
-    def order(seed: int | None) -> list[tuple[str, str]]:
+def test_only_one_rank_runs_at_a_time_and_a_seed_gives_one_order():
+    def order(seed):
         lockstep = Lockstep()
         disk = SimulatedDisk(before=lockstep.pause)
         busy = threading.Lock()
 
-        def body(control: Control) -> None:
+        def body(control):
             for i in range(3):
                 assert busy.acquire(blocking=False)
                 busy.release()
@@ -507,7 +498,7 @@ def test_only_one_rank_runs_at_a_time_and_a_seed_gives_one_order() -> None:
     ]
 
 
-def dies_between_exchanges(control: Control, error: BaseException) -> bytes:
+def dies_between_exchanges(control, error):
     control.exchange(b"a")
     if control.rank == 1:
         raise error
@@ -515,14 +506,14 @@ def dies_between_exchanges(control: Control, error: BaseException) -> bytes:
     return b"unreached"
 
 
-def dies_after_a_broadcast(control: Control, error: BaseException) -> bytes:
+def dies_after_a_broadcast(control, error):
     data = control.broadcast(b"data", 1)
     if control.rank == 1:
         raise error
     return data
 
 
-def dies_and_cleans_up(control: Control, error: BaseException) -> bytes:
+def dies_and_cleans_up(control, error):
     try:
         if control.rank == 1:
             raise error
@@ -541,9 +532,7 @@ def dies_and_cleans_up(control: Control, error: BaseException) -> bytes:
         (dies_and_cleans_up, Killed()),
     ],
 )
-def test_the_exchanges_of_others_fail_when_a_rank_ends_by_an_exception(
-    body: Callable[[Control, BaseException], bytes], error: BaseException, seed: int | None
-) -> None:
+def test_the_exchanges_of_others_fail_when_a_rank_ends_by_an_exception(body, error, seed):
     """A dead rank's broadcast was sent, and its clean-up cannot exchange."""
     results = Lockstep().run(3, lambda control: body(control, error), seed)
     assert results[1] is error
@@ -553,11 +542,11 @@ def test_the_exchanges_of_others_fail_when_a_rank_ends_by_an_exception(
 
 
 @pytest.mark.parametrize("seed", [None, 0, 1])
-def test_a_power_cut_stops_all_ranks_but_not_what_has_returned(seed: int | None) -> None:
+def test_a_power_cut_stops_all_ranks_but_not_what_has_returned(seed):
     lockstep = Lockstep()
     disk = SimulatedDisk(crash_at=10, before=lockstep.pause)
 
-    def body(control: Control) -> str:
+    def body(control):
         control.exchange(b"")
         for i in range(2 if control.rank == 2 else 50):
             disk.free_bytes(ROOT) if control.rank == 2 else put(
@@ -573,8 +562,8 @@ def test_a_power_cut_stops_all_ranks_but_not_what_has_returned(seed: int | None)
     assert len(disk.operations) == 10
 
 
-def test_a_hang_is_told_and_every_thread_ends() -> None:
-    def body(control: Control) -> None:
+def test_a_hang_is_told_and_every_thread_ends():
+    def body(control):
         control.exchange(b"")
         if control.rank != 1:
             control.exchange(b"")
@@ -589,8 +578,8 @@ def test_a_hang_is_told_and_every_thread_ends() -> None:
 
 
 @pytest.mark.parametrize("swapped", ["kind", "length"])
-def test_ranks_that_call_different_exchanges_are_told(swapped: str) -> None:
-    def body(control: Control) -> None:
+def test_ranks_that_call_different_exchanges_are_told(swapped):
+    def body(control):
         if control.rank == 1 and swapped == "kind":
             control.broadcast(b"12")
         else:
@@ -600,7 +589,7 @@ def test_ranks_that_call_different_exchanges_are_told(swapped: str) -> None:
         Lockstep().run(2, body)
 
 
-def test_a_rank_that_blocks_outside_of_the_exchanges_is_told() -> None:
+def test_a_rank_that_blocks_outside_of_the_exchanges_is_told():
     gate = threading.Event()
     with pytest.raises(AssertionError, match="rank 0 neither ended nor met"):
         Lockstep().run(2, lambda control: gate.wait(), patience=0.2)

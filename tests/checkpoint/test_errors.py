@@ -9,10 +9,8 @@ import os
 import resource
 import subprocess
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,16 +25,14 @@ from inner import (
     Checkpoints,
     Files,
     Load,
-    Written,
     step_name,
     write_checkpoint,
 )
-from ranks import run_ranks
-from shardwise.comm.control import Control
+from ranks import on_ranks, run_ranks
+from saving import same_on_all_ranks, warns_on_rank_0
 from shardwise.engine.api import engine_of
 from shardwise.errors import CheckpointError, StateError
-from shardwise.layout.boxes import Box
-from stamped import build, count, stamp
+from stamped import build, count, save_each, stamp
 from tables import (
     NONCE,
     RUN,
@@ -55,9 +51,7 @@ ERRNOS = (errno.ENOSPC, errno.EIO, errno.EFBIG, errno.EDQUOT)
     ("who", "ranks", "replace"),
     [("all", 1, False), ("first", 3, True), ("last", 3, False), ("all", 3, True)],
 )
-def test_whichever_operation_fails_all_ranks_say_which_and_nothing_is_left(
-    ranks: int, replace: bool, who: str
-) -> None:
+def test_whichever_operation_fails_all_ranks_say_which_and_nothing_is_left(ranks, replace, who):
     failing = {"first": [0], "last": [ranks - 1], "all": list(range(ranks))}[who]
     at, seen = 0, []
     while "saved" not in seen:
@@ -68,22 +62,6 @@ def test_whichever_operation_fails_all_ranks_say_which_and_nothing_is_left(
     assert seen.count("refused") >= 8
     # A lock or files of the old one that resist their removal cost nothing but their space.
     assert ("saved, leftovers" in seen) == (0 in failing)
-
-
-@pytest.mark.parametrize(
-    ("op", "number"),
-    [
-        *(("write", number) for number in ERRNOS),
-        *zip(("create", "sync", "sync_folder", "rename", "exchange"), ERRNOS * 2, strict=False),
-    ],
-)
-def test_every_kind_of_operation_may_fail_even_on_all_ranks(op: str, number: int) -> None:
-    at, seen = 0, []
-    while "saved" not in seen:
-        faults = {rank: Fault(at, number, op) for rank in range(2)}
-        seen.append(assert_an_error_leaves_nothing(2, faults, replace=op == "exchange"))
-        at += 1
-    assert "refused" in seen
 
 
 @given(
@@ -97,9 +75,7 @@ def test_every_kind_of_operation_may_fail_even_on_all_ranks(op: str, number: int
     seed=st.integers(0, 1 << 32),
 )
 @settings(max_examples=60)
-def test_several_failures_at_once_even_lasting_ones_lose_nothing(
-    ranks: int, faults: dict[int, tuple[int, int, bool]], replace: bool, seed: int
-) -> None:
+def test_several_failures_at_once_even_lasting_ones_lose_nothing(ranks, faults, replace, seed):
     chosen = {
         rank % ranks: Fault(at, number, lasting=lasting)
         for rank, (at, number, lasting) in faults.items()
@@ -108,11 +84,11 @@ def test_several_failures_at_once_even_lasting_ones_lose_nothing(
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_what_fails_in_memory_on_the_last_rank_leaves_no_folder_of_rank_0(ranks: int) -> None:
+def test_what_fails_in_memory_on_the_last_rank_leaves_no_folder_of_rank_0(ranks):
     start = disk_with(ranks, {1: "A"})
     disk, before = kept(start), start.tree()
 
-    def body(files: Files, control: Control) -> Written:
+    def body(files, control):
         manifest = manifest_of("B", ranks)
         part = part_of("B", control.rank, manifest)
         if control.rank == ranks - 1:
@@ -127,14 +103,14 @@ def test_what_fails_in_memory_on_the_last_rank_leaves_no_folder_of_rank_0(ranks:
     assert {str(result) for result in results} == {f"{who}the state is gone"}
 
 
-def refuse(number: int, box: Box) -> memoryview:
+def refuse(number, box):
     raise StateError("the state is gone")
 
 
 # -------------------------------------------------------------------------------------- real ranks
 
 
-def raised(work: Any) -> str:
+def raised(work):
     try:
         work()
     except CheckpointError as error:
@@ -143,7 +119,7 @@ def raised(work: Any) -> str:
 
 
 @contextmanager
-def files_no_longer_than(num_bytes: int) -> Iterator[None]:
+def files_no_longer_than(num_bytes):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
     try:
@@ -152,65 +128,53 @@ def files_no_longer_than(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def save_where_one_rank_cannot(rank: int, world_size: int, folder: str, victim: int) -> list[str]:
-    model, optimizer = build(width=40)
-    stamp(model, optimizer, "A")
-    shardwise.save(folder, model, optimizer, step=1)
-    stamp(model, optimizer, "B")
-    limit = 5_000 if rank == victim else 1 << 30
-    said = []
-    for options in ({"step": 2}, {"step": 1, "replace": True}):
-        with files_no_longer_than(limit):
-            said.append(raised(lambda o=options: shardwise.save(folder, model, optimizer, **o)))
-        dist.barrier()  # nobody saves again before all have looked
-        said.append(" ".join(sorted(os.listdir(folder))))
-        dist.barrier()
-    assert set(count(model, optimizer)) == {"B"}
-    model(torch.ones(1, 40)).sum().backward()  # training goes on
-    optimizer.zero_grad()
-    assert shardwise.load(folder, model, optimizer).step == 1
-    assert set(count(model, optimizer)) == {"A"}
-    stamp(model, optimizer, "C")
-    shardwise.save(folder, model, optimizer, step=2)
-    stamp(model, optimizer, "Z")
-    assert shardwise.load(folder, model, optimizer).step == 2
-    assert set(count(model, optimizer)) == {"C"}
-    return said
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
+@on_ranks(1, 3)
 def test_one_rank_that_cannot_write_is_named_to_all_and_the_next_save_works(
-    tmp_path: Path, world_size: int
-) -> None:
+    rank, world_size, tmp_path
+):
     victim = world_size - 1
-    results = run_ranks(save_where_one_rank_cannot, world_size, str(tmp_path), victim)
-    assert len({tuple(said) for said in results}) == 1
-    new, left, replaced, still_left = results[0]
-    for text in (new, replaced):
+    model, optimizer = build(width=40)
+    save_each(tmp_path, model, optimizer, "A")
+    stamp(model, optimizer, "B")
+    for options in ({"step": 2}, {"step": 1, "replace": True}):
+        with files_no_longer_than(5_000 if rank == victim else 1 << 30):
+            text = raised(lambda o=options: shardwise.save(tmp_path, model, optimizer, **o))
+        same_on_all_ranks(text)
         assert text.startswith("CheckpointError: ")
         assert f"rank0000{victim}-0.safetensors: File too large (errno {errno.EFBIG})" in text
         assert "This file wants " in text and " are free there" in text
         assert (f"rank {victim}: " in text) == (world_size > 1)
-    assert left == still_left == step_name(1)
+        assert os.listdir(tmp_path) == [step_name(1)]
+        dist.barrier()  # nobody saves again before all have looked
+    assert set(count(model, optimizer)) == {"B"}
+    model(torch.ones(1, 40)).sum().backward()  # training goes on
+    optimizer.zero_grad()
+    assert shardwise.load(tmp_path, model, optimizer).step == 1
+    assert set(count(model, optimizer)) == {"A"}
+    stamp(model, optimizer, "C")
+    shardwise.save(tmp_path, model, optimizer, step=2)
+    stamp(model, optimizer, "Z")
+    assert shardwise.load(tmp_path, model, optimizer).step == 2
+    assert set(count(model, optimizer)) == {"C"}
 
 
-def save_to_a_small_disk(rank: int, world_size: int, folder: str) -> list[str]:
+def save_to_a_small_disk(rank, world_size, folder):
     model, optimizer = build(width=150)  # 0.55 MB
-    stamp(model, optimizer, "A")
-    shardwise.save(folder, model, optimizer, step=1)
+    save_each(folder, model, optimizer, "A")
     stamp(model, optimizer, "B")
     text = raised(lambda: shardwise.save(folder, model, optimizer, step=2))
-    dist.barrier()
-    left = " ".join(sorted(os.listdir(folder)))
+    same_on_all_ranks(text)
+    assert f"No space left on device (errno {errno.ENOSPC})" in text and "/rank0000" in text
+    assert " wants " in text and " are free there" in text and "free some space" in text
+    assert os.listdir(folder) == [step_name(1)]
     dist.barrier()
     Path(folder, f"space{rank}").write_bytes(bytes(1000))  # what was written was given back
     assert shardwise.load(folder, model, optimizer).step == 1
     assert set(count(model, optimizer)) == {"A"}
-    return [text, left]
 
 
 @contextmanager
-def small_disk(folder: Path, num_bytes: int) -> Iterator[Path]:
+def small_disk(folder, num_bytes):
     if os.geteuid():
         pytest.skip("mounting a disk of limited size needs root")
     command = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(folder)]
@@ -223,39 +187,31 @@ def small_disk(folder: Path, num_bytes: int) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-@pytest.mark.parametrize("world_size", [3])
-def test_a_full_disk_says_how_much_was_wanted_and_what_is_free_and_is_left_as_it_was(
-    tmp_path: Path, world_size: int
-) -> None:
+def test_a_full_disk_says_how_much_was_wanted_and_what_is_free_and_is_left_as_it_was(tmp_path):
     with small_disk(tmp_path, 800 << 10) as folder:
-        results = run_ranks(save_to_a_small_disk, world_size, str(folder))
-        assert len({tuple(said) for said in results}) == 1
-        text, left = results[0]
-        assert f"No space left on device (errno {errno.ENOSPC})" in text and "/rank0000" in text
-        assert " wants " in text and " are free there" in text and "free some space" in text
-        assert left == step_name(1)
+        run_ranks(save_to_a_small_disk, 3, str(folder))
 
 
 # ------------------------------------------------------------------------------------------- loads
 
 
-def load_with_each_operation_failing(
-    rank: int, world_size: int, folder: str, victim: int
-) -> tuple[list[str], int]:
+@pytest.mark.parametrize(("world_size", "victim"), [(1, 0), (2, 1), (3, 0)])
+@on_ranks()
+def test_a_read_that_fails_is_told_to_all_and_the_model_runs_again_after_a_good_load(
+    rank, world_size, tmp_path, victim
+):
     model, optimizer = build()
     control = engine_of(model).comm.control
-    for save, step in (("A", 1), ("B", 2)):
-        stamp(model, optimizer, save)
-        shardwise.save(folder, model, optimizer, step=step)
+    save_each(tmp_path, model, optimizer)
     said, looked_again, at = [], 0, 0
     while True:
         stamp(model, optimizer, "Z")
         faults = [Fault(at, errno.ESTALE)] if rank == victim else []
         files = FaultyFiles(Files(), *faults)
         one = Load(files, model, optimizer)
-        text = raised(lambda one=one: one.run(Path(folder)))
+        text = raised(lambda one=one: one.run(tmp_path))
         if control.exchange(bytes([at >= len(files.operations)]))[victim] != b"\0":
-            return said, looked_again
+            break
         if text:
             said.append(text)
         else:
@@ -269,19 +225,11 @@ def load_with_each_operation_failing(
         elif text:
             with pytest.raises(StateError, match="not to be used"):
                 model(torch.zeros(1, 13))
-        good = shardwise.load(folder, model, optimizer)
+        good = shardwise.load(tmp_path, model, optimizer)
         assert good.step == 2 and set(count(model, optimizer)) == {"B"} and not good.skipped
         model(torch.zeros(1, 13))
         at += 1
-
-
-@pytest.mark.parametrize(("world_size", "victim"), [(1, 0), (2, 1), (3, 0)])
-def test_a_read_that_fails_is_told_to_all_and_the_model_runs_again_after_a_good_load(
-    tmp_path: Path, world_size: int, victim: int
-) -> None:
-    results = run_ranks(load_with_each_operation_failing, world_size, str(tmp_path), victim)
-    assert len({(*said, looked_again) for said, looked_again in results}) == 1
-    said, looked_again = results[0]
+    same_on_all_ranks((said, looked_again))
     assert len(said) >= 6  # the listings, the indexes, the files
     # The manifest may be another save's by now: rank 0, who reads it, looks at it once more.
     assert looked_again == (2 if victim == 0 else 0)  # opened, and read
@@ -293,21 +241,22 @@ def test_a_read_that_fails_is_told_to_all_and_the_model_runs_again_after_a_good_
 class Refused(FaultyFiles):
     """Files that this user may not open: those of step 2 whose name begins so."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name):
         super().__init__(Files())
         self._name = name
 
-    def open(self, path: Path) -> Any:
+    def open(self, path):
         if path.parent.name == step_name(2) and path.name.startswith(self._name):
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
         return super().open(path)
 
 
-def load_what_cannot_be_read(rank: int, world_size: int, folder: str) -> list[str]:
+@on_ranks(1, 3)
+def test_a_file_that_cannot_be_read_is_damage_and_the_older_checkpoint_is_taken(
+    rank, world_size, tmp_path
+):
     model, optimizer = build()
-    for save, step in (("A", 1), ("B", 2)):
-        stamp(model, optimizer, save)
-        shardwise.save(folder, model, optimizer, step=step)
+    save_each(tmp_path, model, optimizer)
     at = 3 if world_size > 1 else 2  # after the manifest and the indexes
     last = f"rank{world_size - 1:05d}-0"
     skipped = []
@@ -316,7 +265,7 @@ def load_what_cannot_be_read(rank: int, world_size: int, folder: str) -> list[st
         Refused(MANIFEST),
         Refused(last),
     ):
-        with Checkpoints(folder, model, optimizer, files=files) as checkpoints:
+        with Checkpoints(tmp_path, model, optimizer, files=files) as checkpoints:
             with warnings.catch_warnings(record=True) as warned:
                 warnings.simplefilter("always")
                 loaded = checkpoints.load()
@@ -324,20 +273,12 @@ def load_what_cannot_be_read(rank: int, world_size: int, folder: str) -> list[st
             assert set(count(model, optimizer)) == {"A"}, (loaded, count(model, optimizer))
             assert [str(w.message) for w in warned if "passed over" in str(w.message)] or rank != 0
             skipped += loaded.skipped
-    with Checkpoints(folder, model, optimizer, files=Refused("")) as checkpoints:
-        with pytest.warns(UserWarning, match="errno 13") if rank == 0 else nullcontext():
+    with Checkpoints(tmp_path, model, optimizer, files=Refused("")) as checkpoints:
+        with warns_on_rank_0(rank, "errno 13"):
             assert checkpoints.load() is not None
         checkpoints.save(2, wait=True)  # the run comes to the step that it could not read
-    assert shardwise.load(folder, model, optimizer).step == 2
+    assert shardwise.load(tmp_path, model, optimizer).step == 2
     assert set(count(model, optimizer)) == {"A"}
-    return skipped
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_a_file_that_cannot_be_read_is_damage_and_the_older_checkpoint_is_taken(
-    tmp_path: Path, world_size: int
-) -> None:
-    results = run_ranks(load_what_cannot_be_read, world_size, str(tmp_path))
-    assert all(skipped == results[0] for skipped in results) and len(results[0]) == 3
-    for text, number in zip(results[0], (errno.EIO, errno.EACCES, errno.EACCES), strict=True):
+    assert len(same_on_all_ranks(skipped)) == 3
+    for text, number in zip(skipped, (errno.EIO, errno.EACCES, errno.EACCES), strict=True):
         assert f"(errno {number})" in text and "step-00000002" in text

@@ -6,7 +6,6 @@ import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -17,19 +16,19 @@ from shardwise.errors import CheckpointError, DamagedCheckpoint
 FILES = Files()
 
 
-def put(path: Path, *parts: bytes) -> None:
+def put(path, *parts):
     with FILES.create(path) as writer:
         writer.write([memoryview(part) for part in parts])
 
 
-def get(path: Path) -> bytes:
+def get(path):
     with FILES.open(path) as reader:
         data = bytearray(reader.size)
         reader.read_into(0, memoryview(data))
     return bytes(data)
 
 
-def test_buffers_are_written_whole_and_in_order(tmp_path: Path) -> None:
+def test_buffers_are_written_whole_and_in_order(tmp_path):
     parts = [
         bytes([i % 251]) * (i % 7) for i in range(3000)
     ]  # more than one call takes, some empty
@@ -41,7 +40,7 @@ def test_buffers_are_written_whole_and_in_order(tmp_path: Path) -> None:
     assert get(tmp_path / "a") == b"".join(parts)
 
 
-def test_buffers_of_other_types_are_written_as_bytes(tmp_path: Path) -> None:
+def test_buffers_of_other_types_are_written_as_bytes(tmp_path):
     words = memoryview(bytearray(range(16))).cast("I")
     grid = memoryview(bytearray(range(16))).cast("B", (4, 4))
     with FILES.create(tmp_path / "a") as writer:
@@ -54,12 +53,10 @@ def test_buffers_of_other_types_are_written_as_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("step", [1, 3, 5, 64])
-def test_short_writes_and_reads_are_continued(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
-) -> None:
+def test_short_writes_and_reads_are_continued(tmp_path, monkeypatch, step):
     write, read = os.writev, os.preadv
 
-    def some(fd: int, views: list[memoryview]) -> int:
+    def some(fd, views):
         return write(fd, [memoryview(b"".join(views))[:step]])
 
     monkeypatch.setattr(os, "writev", some)
@@ -68,13 +65,11 @@ def test_short_writes_and_reads_are_continued(
     assert get(tmp_path / "a") == b"abcdefghijklmnopq"
 
 
-def test_one_call_takes_a_bounded_number_of_bytes_and_buffers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_call_takes_a_bounded_number_of_bytes_and_buffers(tmp_path, monkeypatch):
     calls = []
     write = os.writev
 
-    def watch(fd: int, views: list[memoryview]) -> int:
+    def watch(fd, views):
         calls.append((len(views), sum(map(len, views))))
         return write(fd, views)
 
@@ -86,9 +81,7 @@ def test_one_call_takes_a_bounded_number_of_bytes_and_buffers(
     assert get(tmp_path / "a") == b"x" * 25 + b"y" * 7
 
 
-def test_the_disk_is_set_to_work_on_all_bytes_as_they_are_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_disk_is_set_to_work_on_all_bytes_as_they_are_written(tmp_path, monkeypatch):
     told = []
     function = lambda fd, lo, n, flags: told.append((lo, n))  # noqa: E731
     monkeypatch.setattr(files_module, "_sync_file_range", lambda: function)
@@ -98,15 +91,13 @@ def test_the_disk_is_set_to_work_on_all_bytes_as_they_are_written(
 
 
 @pytest.mark.parametrize("function", [None, lambda *_: -1], ids=["libc lacks it", "it fails"])
-def test_a_kernel_that_cannot_write_ahead_is_no_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: object
-) -> None:
+def test_a_kernel_that_cannot_write_ahead_is_no_error(tmp_path, monkeypatch, function):
     monkeypatch.setattr(files_module, "_sync_file_range", lambda: function)
     put(tmp_path / "a", b"abc")
     assert get(tmp_path / "a") == b"abc"
 
 
-def test_an_existing_name_is_never_written_to(tmp_path: Path) -> None:
+def test_an_existing_name_is_never_written_to(tmp_path):
     put(tmp_path / "file", b"old")
     (tmp_path / "link").symlink_to("nowhere")
     (tmp_path / "folder").mkdir()
@@ -119,9 +110,7 @@ def test_an_existing_name_is_never_written_to(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("call", ["open", "lock"])
-def test_only_a_regular_file_is_opened_and_the_error_says_what_it_was(
-    tmp_path: Path, call: str
-) -> None:
+def test_only_a_regular_file_is_opened_and_the_error_says_what_it_was(tmp_path, call):
     put(tmp_path / "file", b"data")
     (tmp_path / "link").symlink_to("file")
     (tmp_path / "folder").mkdir()
@@ -146,7 +135,7 @@ def test_only_a_regular_file_is_opened_and_the_error_says_what_it_was(
     assert get(tmp_path / "file") == b"data"
 
 
-def test_a_refused_open_leaves_no_descriptor_open(tmp_path: Path) -> None:
+def test_a_refused_open_leaves_no_descriptor_open(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     holder = FILES.lock(tmp_path / "lock")
     assert holder is not None
@@ -162,7 +151,7 @@ def test_a_refused_open_leaves_no_descriptor_open(tmp_path: Path) -> None:
     holder.release()
 
 
-def test_a_file_that_is_too_short_is_named_with_both_sizes(tmp_path: Path) -> None:
+def test_a_file_that_is_too_short_is_named_with_both_sizes(tmp_path):
     put(tmp_path / "a", b"12345")
     with FILES.open(tmp_path / "a") as reader:
         reader.read_into(5, memoryview(b"").cast("B"))
@@ -171,10 +160,8 @@ def test_a_file_that_is_too_short_is_named_with_both_sizes(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["fsync", "preadv", "writev", "close", "flock"])
-def test_every_error_of_an_open_file_carries_errno_and_file_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    def fail(*_: object) -> None:
+def test_every_error_of_an_open_file_carries_errno_and_file_name(tmp_path, monkeypatch, name):
+    def fail(*_):
         raise OSError(errno.EIO, "Input/output error")
 
     path = tmp_path / "a"
@@ -195,10 +182,8 @@ def test_every_error_of_an_open_file_carries_errno_and_file_name(
     writer.close()
 
 
-def test_a_failed_sync_of_a_folder_names_it_unless_the_file_system_has_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(_: int) -> None:
+def test_a_failed_sync_of_a_folder_names_it_unless_the_file_system_has_none(tmp_path, monkeypatch):
+    def fail(_):
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "fsync", fail)
@@ -211,11 +196,11 @@ def test_a_failed_sync_of_a_folder_names_it_unless_the_file_system_has_none(
 
 
 @pytest.fixture(params=["kernel", "kernel refuses", "libc lacks it"])
-def rename_support(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def rename_support(request, monkeypatch):
     """The kernel's renameat2, one that knows no flags (as on some file systems), or none."""
     import ctypes
 
-    def refuse(*_: object) -> int:
+    def refuse(*_):
         ctypes.set_errno(errno.EINVAL)
         return -1
 
@@ -225,7 +210,7 @@ def rename_support(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     return request.param
 
 
-def test_rename_moves_and_refuses_an_existing_target(tmp_path: Path, rename_support: str) -> None:
+def test_rename_moves_and_refuses_an_existing_target(tmp_path, rename_support):
     a, b = tmp_path / "a\u00e9", tmp_path / "b"
     a.mkdir()
     put(a / "f", b"1")
@@ -242,9 +227,7 @@ def test_rename_moves_and_refuses_an_existing_target(tmp_path: Path, rename_supp
     assert str(caught2.value.filename) == str(a)
 
 
-def test_exchange_swaps_two_folders_or_says_that_it_cannot(
-    tmp_path: Path, rename_support: str
-) -> None:
+def test_exchange_swaps_two_folders_or_says_that_it_cannot(tmp_path, rename_support):
     a, b = tmp_path / "a", tmp_path / "b"
     for folder in (a, b):
         folder.mkdir()
@@ -261,7 +244,7 @@ def test_exchange_swaps_two_folders_or_says_that_it_cannot(
         assert (get(a / "f"), get(b / "f")) == (b"a", b"b")
 
 
-def test_a_listing_is_sorted_and_follows_no_link(tmp_path: Path) -> None:
+def test_a_listing_is_sorted_and_follows_no_link(tmp_path):
     put(tmp_path / "b", b"12")
     (tmp_path / "a").mkdir()
     (tmp_path / "c").symlink_to("b")
@@ -275,13 +258,11 @@ def test_a_listing_is_sorted_and_follows_no_link(tmp_path: Path) -> None:
     ]
 
 
-def test_folders_are_made_with_those_above_and_all_names_synced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    synced: list[str] = []
+def test_folders_are_made_with_those_above_and_all_names_synced(tmp_path, monkeypatch):
+    synced = []
     sync = Files.sync_folder
 
-    def watch(files: Files, path: Path) -> None:
+    def watch(files, path):
         synced.append(path.name)
         sync(files, path)
 
@@ -297,7 +278,7 @@ def test_folders_are_made_with_those_above_and_all_names_synced(
         FILES.make_folder(tmp_path / "x" / "y")
 
 
-def test_a_lock_has_one_holder_whichever_process_asks(tmp_path: Path) -> None:
+def test_a_lock_has_one_holder_whichever_process_asks(tmp_path):
     path = tmp_path / "lock"
     code = f"""
 import sys; sys.path[:0] = {sys.path!r}
@@ -306,7 +287,7 @@ from shardwise.checkpoint.files import Files
 print(Files().lock(Path({str(path)!r})) is not None)
 """
 
-    def other_process_gets_it() -> bool:
+    def other_process_gets_it():
         out = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
         return out.stdout.split() == [b"True"]
 
@@ -322,7 +303,7 @@ print(Files().lock(Path({str(path)!r})) is not None)
     assert path.exists()
 
 
-def test_a_lock_is_free_again_when_its_holder_let_go_though_a_fork_lives(tmp_path: Path) -> None:
+def test_a_lock_is_free_again_when_its_holder_let_go_though_a_fork_lives(tmp_path):
     lock = FILES.lock(tmp_path / "lock")
     assert lock is not None
     # What a forked data loader would hold: a copy of the descriptor of the same open file.
@@ -336,14 +317,14 @@ def test_a_lock_is_free_again_when_its_holder_let_go_though_a_fork_lives(tmp_pat
     os.close(copy)
 
 
-def leads_to(fd: str, folder: Path) -> bool:
+def leads_to(fd, folder):
     try:
         return os.readlink(f"/proc/self/fd/{fd}").startswith(str(folder))
     except FileNotFoundError:
         return False
 
 
-def test_a_tree_of_files_and_links_is_removed_and_nothing_outside_it(tmp_path: Path) -> None:
+def test_a_tree_of_files_and_links_is_removed_and_nothing_outside_it(tmp_path):
     put(tmp_path / "outside", b"1")
     tree = tmp_path / "tree"
     remove_tree(FILES, tree)  # nothing there
@@ -354,7 +335,7 @@ def test_a_tree_of_files_and_links_is_removed_and_nothing_outside_it(tmp_path: P
     assert [e.name for e in FILES.list(tmp_path)] == ["outside"]
 
 
-def test_a_tree_that_is_a_link_or_holds_folders_is_left_whole(tmp_path: Path) -> None:
+def test_a_tree_that_is_a_link_or_holds_folders_is_left_whole(tmp_path):
     real = tmp_path / "real"
     (real / "folder").mkdir(parents=True)
     put(real / "a", b"1")
@@ -366,7 +347,7 @@ def test_a_tree_that_is_a_link_or_holds_folders_is_left_whole(tmp_path: Path) ->
     assert [e.name for e in FILES.list(real)] == ["a", "folder"]
 
 
-def test_text_that_is_too_long_or_no_utf8_is_refused(tmp_path: Path) -> None:
+def test_text_that_is_too_long_or_no_utf8_is_refused(tmp_path):
     put(tmp_path / "a", "h\u00e9".encode())
     put(tmp_path / "b", b"\xff")
     assert read_text(FILES, tmp_path / "a", 3) == "h\u00e9"
@@ -376,7 +357,7 @@ def test_text_that_is_too_long_or_no_utf8_is_refused(tmp_path: Path) -> None:
         read_text(FILES, tmp_path / "b", 2)
 
 
-def test_free_bytes_are_those_of_the_file_system(tmp_path: Path) -> None:
+def test_free_bytes_are_those_of_the_file_system(tmp_path):
     status = os.statvfs(tmp_path)
     total = status.f_blocks * status.f_frsize
     assert 0 < FILES.free_bytes(tmp_path) <= total

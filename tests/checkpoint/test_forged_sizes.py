@@ -4,9 +4,7 @@ import pickle
 import re
 import tracemalloc
 from collections import OrderedDict
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +17,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from inner import decode, digest_of, parse_index
+from hostile import sealed
+from inner import decode, parse_index
 from shardwise import strict_json
 from shardwise.checkpoint import container, manifest
 from shardwise.convert import unpickle
@@ -34,14 +33,14 @@ TIMES = 48  # of its size
 
 
 @pytest.fixture
-def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_limits(monkeypatch):
     """Let small files reach the limits: only what is free for a file of any size is less."""
     monkeypatch.setattr(strict_json, "MAX_CONTAINERS", 1000)
     monkeypatch.setattr(unpickle, "_FREE_MADE", MIB)
     monkeypatch.setattr(unpickle, "_FREE_CODES", 100_000)
 
 
-def peak_of(call: Callable[[], Any]) -> tuple[int, str]:
+def peak_of(call):
     """Return the memory that a call took at its peak, and its error."""
     tracemalloc.start()
     try:
@@ -55,16 +54,16 @@ def peak_of(call: Callable[[], Any]) -> tuple[int, str]:
     return peak, said
 
 
-def index_of(item: bytes, num_bytes: int) -> bytes:
+def index_of(item, num_bytes):
     values = b"[" + b",".join([item] * (num_bytes // (len(item) + 1))) + b"]"
     body = (
         b'{"format":1,"run":"a","step":1,"rank":0,"files":[],"boxes":[],"own":[],'
-        b'"values":{"extra":' + values + b"}"
+        b'"values":{"extra":' + values + b"}}"
     )
-    return body + b',"digest":"' + digest_of(body).encode() + b'"}\n'
+    return sealed(body)
 
 
-def read_index(data: bytes) -> None:
+def read_index(data):
     index = parse_index(data, "x")
     for value in index.values.values():
         decode(value, lambda _: torch.zeros(1))
@@ -75,16 +74,14 @@ def read_index(data: bytes) -> None:
     [(b"[]", False), (b"{}", False), (b'{"a":1}', False), (b"[[[]]]", False), (b'"ab"', True)],
     ids=["lists", "dicts", "dicts of one", "lists of lists", "texts"],
 )
-def test_json_of_many_small_values_is_counted_before_it_is_made(
-    item: bytes, fits: bool, small_limits: None
-) -> None:
+def test_json_of_many_small_values_is_counted_before_it_is_made(item, fits, small_limits):
     data = index_of(item, MIB // 8)
     peak, said = peak_of(lambda: read_index(data))
     assert ("lists and objects" in said) is not fits
     assert peak < FREE_BYTES + (TIMES if fits else 0) * len(data)
 
 
-def test_what_could_not_be_read_for_its_many_lists_is_not_saved(small_limits: None) -> None:
+def test_what_could_not_be_read_for_its_many_lists_is_not_saved(small_limits):
     part = manifest.unseal(index_of(b"1", 8), "x")
     part["values"]["extra"] = [[] for _ in range(4000)]
     index = parse_index(index_of(b"1", 8), "x").model_copy(update={"values": part["values"]})
@@ -95,7 +92,7 @@ def test_what_could_not_be_read_for_its_many_lists_is_not_saved(small_limits: No
     assert parse_index(manifest.seal(index), "x").values == index.values
 
 
-def test_depth_and_count_are_right_whatever_stands_in_texts() -> None:
+def test_depth_and_count_are_right_whatever_stands_in_texts():
     check = strict_json.check_containers
     deep = b"[" * strict_json.MAX_DEPTH + b"]" * strict_json.MAX_DEPTH
     check(deep)
@@ -121,9 +118,7 @@ PICKLES = {
 
 
 @pytest.mark.parametrize("what", PICKLES)
-def test_a_pickle_of_many_small_objects_is_charged_before_they_are_made(
-    what: str, small_limits: None
-) -> None:
+def test_a_pickle_of_many_small_objects_is_charged_before_they_are_made(what, small_limits):
     code = PICKLES[what]
     start = b"\x80\x04(ccollections\nOrderedDict\nq\x00ctorch\nSize\nq\x01N"
     data = start + code * (MIB // 8 // len(code)) + b"t."
@@ -138,9 +133,7 @@ def test_a_pickle_of_many_small_objects_is_charged_before_they_are_made(
         assert peak < 100 * MIB and "as no checkpoint's do" in said
 
 
-def test_a_table_that_names_one_part_many_times_is_refused(
-    tmp_path: Path, small_limits: None
-) -> None:
+def test_a_table_that_names_one_part_many_times_is_refused(tmp_path, small_limits):
     chunk = ChunkStorageMetadata(torch.Size([0]), torch.Size([0]))
     parts = [chunk] * 20_000
     entry = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([8]), parts)
@@ -160,7 +153,7 @@ def test_a_table_that_names_one_part_many_times_is_refused(
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_what_torch_writes_stays_well_below_the_limits(tmp_path: Path) -> None:
+def test_what_torch_writes_stays_well_below_the_limits(tmp_path):
     state = {f"layers.{n}.weight": torch.zeros(2, 2) for n in range(300)}
     dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
     data = (tmp_path / METADATA).read_bytes()
@@ -172,7 +165,7 @@ def test_what_torch_writes_stays_well_below_the_limits(tmp_path: Path) -> None:
     assert len(parts) == 300
 
 
-def test_the_page_has_the_limits_of_the_code() -> None:
+def test_the_page_has_the_limits_of_the_code():
     text = PAGE.read_text()
     row = re.search(r"\| a header; a manifest or an index \| (\d+) MiB; (\d+) MiB \|", text)
     assert row is not None

@@ -8,18 +8,16 @@ import shutil
 import sys
 import tracemalloc
 import warnings
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import shardwise
-from hostile import CASES, NAME, PARTS, Case, Target, build, extra, save_good
+from hostile import CASES, NAME, PARTS, Target, build, extra, save_good
 from inner import Checkpoint, Files, check_quickly, verify
 from ranks import run_ranks
 from shardwise.errors import CheckpointError
@@ -65,7 +63,7 @@ class Watch:
     inside: str = ""
     seen: list[str] = field(default_factory=list)
 
-    def hook(self, event: str, args: tuple[Any, ...]) -> None:
+    def hook(self, event, args):
         if not self.inside:
             return
         if event in FORBIDDEN:
@@ -79,7 +77,7 @@ class Watch:
                 self.seen.append(f"open {path}")
 
     @contextlib.contextmanager
-    def on(self, folder: Path) -> Iterator[list[str]]:
+    def on(self, folder):
         self.seen = []
         self.inside = os.path.abspath(folder)
         try:
@@ -91,7 +89,7 @@ class Watch:
 # -- the ways in
 
 
-def scramble(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def scramble(model, optimizer):
     """Let nothing be right by accident before a load."""
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
@@ -103,10 +101,10 @@ def scramble(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     torch.default_generator.manual_seed(9)  # torch.manual_seed walks the stack for each device
 
 
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def state_of(model, optimizer):
     """Copy everything that a load sets."""
 
-    def plain(value: Any) -> Any:
+    def plain(value):
         if isinstance(value, torch.Tensor):
             return (value.to_local() if hasattr(value, "to_local") else value).detach().tolist()
         return value
@@ -121,7 +119,7 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, An
     return state | {"order": plain(model.loader.order), "draw": torch.rand(3).tolist()}
 
 
-def _plain_extra(value: Any) -> Any:
+def _plain_extra(value):
     if isinstance(value, torch.Tensor):
         return value.tolist()
     if isinstance(value, dict):
@@ -136,29 +134,29 @@ class Loader:
     model: nn.Module
     optimizer: torch.optim.Optimizer
 
-    def _loaded(self, loaded: Any) -> Any:
+    def _loaded(self, loaded):
         if loaded is None:
             return None
         return state_of(self.model, self.optimizer), _plain_extra(loaded.extra)
 
-    def load_this_one(self, folder: Path) -> Any:
+    def load_this_one(self, folder):
         return self._loaded(shardwise.load(folder, self.model, self.optimizer))
 
-    def load_the_newest(self, folder: Path) -> Any:
+    def load_the_newest(self, folder):
         return self._loaded(shardwise.load(folder.parent, self.model, self.optimizer))
 
-    def load_the_step(self, folder: Path) -> Any:
+    def load_the_step(self, folder):
         return self._loaded(shardwise.load(folder.parent, self.model, self.optimizer, step=3))
 
-    def load_the_runs(self, folder: Path) -> Any:
+    def load_the_runs(self, folder):
         with shardwise.Checkpoints(folder.parent, self.model, self.optimizer) as checkpoints:
             return self._loaded(checkpoints.load())
 
-    def ways(self) -> list[Callable[[Path], Any]]:
+    def ways(self):
         return [self.load_this_one, self.load_the_newest, self.load_the_step, self.load_the_runs]
 
 
-def read_all(folder: Path) -> str:
+def read_all(folder):
     """Read everything that a converter could ask of a checkpoint."""
     checkpoint = Checkpoint(FILES, folder)
     try:
@@ -172,19 +170,19 @@ def read_all(folder: Path) -> str:
     return "read"
 
 
-def verified(folder: Path) -> str:
+def verified(folder):
     found = verify(FILES, folder)
     if not found.ok:
         raise CheckpointError("; ".join(map(str, found.findings)))
     return "verified"
 
 
-def quick(folder: Path) -> str:
+def quick(folder):
     check_quickly(FILES, folder)
     return "checked"
 
 
-def commands(folder: Path) -> str:
+def commands(folder):
     """Run the commands; what they print is tested elsewhere."""
     for name in ("inspect", "verify"):
         said = io.StringIO()
@@ -196,7 +194,7 @@ def commands(folder: Path) -> str:
 
 
 @cache
-def _commands() -> Any:
+def _commands():
     """Build the commands; typer evaluates the annotations of its functions for that."""
     import typer
 
@@ -205,7 +203,7 @@ def _commands() -> Any:
     return typer.main.get_command(ckpt)
 
 
-def misbehaves(folder: Path) -> None:
+def misbehaves(folder):
     """Do what no way in may do; to see that it would be seen."""
     eval("1 + 1")
     pickle.loads(pickle.dumps(Path))
@@ -226,33 +224,24 @@ class Report:
     wrong: list[str] = field(default_factory=list)
 
 
-def _virtual_peak_bytes() -> int:
+def _virtual_peak_bytes():
     with open("/proc/self/status") as file:
         line = next(line for line in file if line.startswith("VmPeak"))
     return int(line.split()[1]) * 1024
 
 
-def _allowed_bytes(run: Path) -> int:
+def _allowed_bytes(run):
     size = sum(path.stat().st_blocks * 512 for path in run.rglob("*") if path.is_file())
     return OVER_BYTES + (COPIES * size if size > MIB else 0)
 
 
-def _try(
-    case: Case,
-    way: Callable[[Path], Any],
-    folder: Path,
-    report: Report,
-    watch: Watch,
-    good: Any,
-    allowed: int,
-    traced: bool = True,
-) -> None:
+def _try(case, way, folder, report, watch, good, allowed, traced=True):
     """Call a way in; if not ``traced``, which costs as much again, only huge memory is noticed."""
     name = way.__name__
     virtual = _virtual_peak_bytes()
     if traced:
         tracemalloc.start()
-    outcome: Any = None
+    outcome = None
     try:
         with watch.on(folder.parent) as seen:
             outcome = way(folder)
@@ -281,7 +270,7 @@ def _try(
         report.wrong.append(f"{name}: found nothing")
 
 
-def attack_all(rank: int, world_size: int, scratch: str, every: bool = False) -> list[Report]:
+def attack_all(rank, world_size, scratch, every=False):
     """Load the good checkpoint by every way, then each hostile one; the first report is a probe's.
 
     To load it and to verify it is tried on each, the other ways in turn; one of the ways, in turn,
@@ -320,7 +309,7 @@ def attack_all(rank: int, world_size: int, scratch: str, every: bool = False) ->
     return reports
 
 
-def state_of_good(loader: Loader, folder: Path) -> Any:
+def state_of_good(loader, folder):
     """Return what every way gives for the checkpoint that nobody touched."""
     found = []
     for way in loader.ways():
@@ -332,12 +321,12 @@ def state_of_good(loader: Loader, folder: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> list[Report]:
+def reports(tmp_path_factory):
     """What came of the whole corpus, the probe first."""
     return attack(tmp_path_factory.mktemp("hostile"))
 
 
-def attack(scratch: Path, every: bool = False) -> list[Report]:
+def attack(scratch, every=False):
     """Try the whole corpus."""
     run_ranks(save_good, 2, str(scratch / "good"))
     names = [case.name for case in CASES]
@@ -347,26 +336,26 @@ def attack(scratch: Path, every: bool = False) -> list[Report]:
     return found
 
 
-def test_a_hostile_checkpoint_gives_an_error_and_nothing_else(reports: list[Report]) -> None:
+def test_a_hostile_checkpoint_gives_an_error_and_nothing_else(reports):
     wrong = [f"{report.name}: {line}" for report in reports[1:] for line in report.wrong]
     assert not wrong, "\n".join(wrong)
 
 
-def test_code_that_misbehaves_would_have_been_seen(reports: list[Report]) -> None:
+def test_code_that_misbehaves_would_have_been_seen(reports):
     wrong = "\n".join(reports[0].wrong)
     for word in ("compile", "exec", "pickle.find_class", f"open {__file__}", "at its peak"):
         assert word in wrong, (word, wrong)
     assert "raised ValueError: an accident" in wrong
 
 
-def test_an_unknown_format_is_named_with_the_version_that_wrote_it(reports: list[Report]) -> None:
+def test_an_unknown_format_is_named_with_the_version_that_wrote_it(reports):
     report = next(r for r in reports if r.name == FUTURE)
     for way in ("load_this_one", "read_all", "verified", "quick"):
         assert "format 3; this version reads formats 1 and 2" in report.errors[way], report.errors
         assert f"saved by shardwise '{shardwise.__version__}'" in report.errors[way]
 
 
-def test_an_error_names_the_file_that_is_wrong(reports: list[Report]) -> None:
+def test_an_error_names_the_file_that_is_wrong(reports):
     for report in reports[1:]:
         if report.name.startswith("a_file_that_"):
             text = report.errors["load_this_one"]

@@ -9,12 +9,10 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import shardwise
 from disk import Fault, FaultyFiles, Killed, SimulatedDisk
@@ -30,8 +28,8 @@ from inner import (
     steps_in,
     take_lock,
 )
-from ranks import run_ranks, start_ranks
-from saving import each_rank
+from ranks import on_ranks, run_ranks, start_ranks
+from saving import warns_on_rank_0
 from shardwise.comm.control import SoloControl
 from shardwise.errors import CheckpointError, ConfigError
 from stamped import build, count, stamp
@@ -45,9 +43,7 @@ STEPS = (0, 3, 4, 6, 7, 9, 12)
 
 @pytest.mark.parametrize("keep_last", [None, 1, 3, 9])
 @pytest.mark.parametrize("keep_every", [None, 1, 3, 4])
-def test_the_newest_and_the_multiples_are_kept_and_all_else_goes(
-    keep_last: int | None, keep_every: int | None
-) -> None:
+def test_the_newest_and_the_multiples_are_kept_and_all_else_goes(keep_last, keep_every):
     disk = disk_with(1, {step: chr(ord("A") + n) for n, step in enumerate(STEPS)})
     assert not rotate(disk, RUN, "run", keep_last, keep_every, max(STEPS))
     newest_ones = STEPS if keep_last is None else STEPS[-keep_last:]
@@ -55,7 +51,7 @@ def test_the_newest_and_the_multiples_are_kept_and_all_else_goes(
     assert set(steps_in(disk, RUN)) == {*newest_ones, *multiples}
 
 
-def damage(disk: Files, step: int, name: str = "rank00000-0.safetensors") -> None:
+def damage(disk, step, name="rank00000-0.safetensors"):
     """Flip the last bit of a file, so that its size stays: only who reads it can tell."""
     path = RUN / step_name(step) / name
     with disk.open(path) as reader:
@@ -67,7 +63,7 @@ def damage(disk: Files, step: int, name: str = "rank00000-0.safetensors") -> Non
 
 
 @pytest.mark.parametrize("keep_last", [1, 2, 3])
-def test_rotation_leaves_one_that_verifies_even_if_newer_ones_are_damaged(keep_last: int) -> None:
+def test_rotation_leaves_one_that_verifies_even_if_newer_ones_are_damaged(keep_last):
     """A load passed over steps 8 and 9, training went on from 5, and saves 6."""
     disk = disk_with(1, {4: "A", 5: "B", 8: "C", 9: "D"})
     damage(disk, 8), damage(disk, 9)
@@ -76,14 +72,14 @@ def test_rotation_leaves_one_that_verifies_even_if_newer_ones_are_damaged(keep_l
     assert newest(disk, 1) == (6, "E")
 
 
-def test_rotation_counts_no_checkpoint_that_fails_the_quick_check_and_removes_none() -> None:
+def test_rotation_counts_no_checkpoint_that_fails_the_quick_check_and_removes_none():
     disk = disk_with(1, {1: "A", 2: "B", 3: "C"})
     disk.remove_file(RUN / step_name(3) / "manifest.json")
     write_and_rotate(disk, SoloControl(), "D", 4, keep_last=2)
     assert steps_in(disk, RUN) == [4, 3, 2]  # 3 is damaged: nobody can say whose it is
 
 
-def test_rotation_removes_no_checkpoint_of_another_run() -> None:
+def test_rotation_removes_no_checkpoint_of_another_run():
     disk = disk_with(1, {1: "A", 2: "B", 3: "C"})
     rotate(disk, RUN, "another run", 1, None, 3)
     assert steps_in(disk, RUN) == [3, 2, 1]
@@ -91,7 +87,7 @@ def test_rotation_removes_no_checkpoint_of_another_run() -> None:
     assert steps_in(disk, RUN) == [3]
 
 
-def test_killed_at_any_operation_of_a_rotation_what_is_left_are_whole_checkpoints() -> None:
+def test_killed_at_any_operation_of_a_rotation_what_is_left_are_whole_checkpoints():
     start, at = disk_with(1, {1: "A", 2: "B", 3: "C", 4: "D"}), 0
     while True:
         disk = kept(start)
@@ -125,7 +121,7 @@ FOREIGN = (
 )
 
 
-def make_foreign(folder: Path) -> None:
+def make_foreign(folder):
     (folder / "notes.txt").write_text("mine")
     for name in (FOREIGN[1], FOREIGN[2], FOREIGN[3], *FOREIGN[5:]):
         (folder / name).mkdir()
@@ -140,8 +136,8 @@ def make_foreign(folder: Path) -> None:
     (folder / ".tmp-step-00000003-00c0ffee").symlink_to(outside)
 
 
-def snapshot(folder: Path) -> dict[str, bytes | str | None]:
-    found: dict[str, bytes | str | None] = {}
+def snapshot(folder):
+    found = {}
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
         is_link = path.is_symlink()
@@ -149,9 +145,7 @@ def snapshot(folder: Path) -> dict[str, bytes | str | None]:
     return found
 
 
-def test_what_is_not_proved_ours_is_never_removed_and_what_is_kept_is_reported(
-    tmp_path: Path,
-) -> None:
+def test_what_is_not_proved_ours_is_never_removed_and_what_is_kept_is_reported(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     make_foreign(folder)
@@ -169,7 +163,7 @@ def test_what_is_not_proved_ours_is_never_removed_and_what_is_kept_is_reported(
     assert snapshot(tmp_path) == before
 
 
-def test_a_leftover_that_cannot_be_removed_is_reported_as_kept() -> None:
+def test_a_leftover_that_cannot_be_removed_is_reported_as_kept():
     disk = SimulatedDisk()
     disk.make_folders(RUN / ".tmp-step-00000001-01020304")
     files = FaultyFiles(disk, Fault(0, errno.EIO, "remove_folder"))
@@ -180,34 +174,32 @@ def test_a_leftover_that_cannot_be_removed_is_reported_as_kept() -> None:
 # -------------------------------------------------------------------------------------- real ranks
 
 
-@each_rank(1, 3)
-def test_a_run_keeps_its_last_two_and_every_fifth_of_what_it_saved_or_goes_on_from(
-    rank: int, world_size: int, folder: Path
-) -> None:
+@on_ranks(1, 3)
+def test_a_run_keeps_its_last_two_and_every_fifth_of_what_it_saved_or_goes_on_from(rank, tmp_path):
+    model, optimizer = build(save="A")
+    shardwise.save(tmp_path, model, optimizer, step=1)
     model, optimizer = build()
-    stamp(model, optimizer, "A")
-    shardwise.save(folder, model, optimizer, step=1)
-    model, optimizer = build()
-    loaded = shardwise.load(folder, model, optimizer)  # the run goes on from it, so it is the run's
+    loaded = shardwise.load(
+        tmp_path, model, optimizer
+    )  # the run goes on from it, so it is the run's
     seen = [1]
-    with Checkpoints(folder, model, optimizer, keep_last=2, keep_every=5) as checkpoints:
+    with Checkpoints(tmp_path, model, optimizer, keep_last=2, keep_every=5) as checkpoints:
         with warnings.catch_warnings(action="error"):
             train_one_pass(model, optimizer)
         assert checkpoints.run == loaded.run
         for step in range(2, 9):
             stamp(model, optimizer, "ABCDEFGH"[step - 1])
             checkpoints.save(step, wait=True)
-            seen.append(max(steps_in(Files(), Path(folder))))
+            seen.append(max(steps_in(Files(), Path(tmp_path))))
             dist.barrier()
-    left = steps_in(Files(), Path(folder))
-    assert shardwise.load(folder, model, optimizer).step == 8
+    left = steps_in(Files(), Path(tmp_path))
+    assert shardwise.load(tmp_path, model, optimizer).step == 8
     assert set(count(model, optimizer, "GH")) == {"H"}
-    shardwise.load(folder, model, optimizer, step=5)
-    warned = pytest.warns(UserWarning, match="from step 5") if rank == 0 else _nothing()
-    with Checkpoints(folder, model, optimizer), warned:
+    shardwise.load(tmp_path, model, optimizer, step=5)
+    with Checkpoints(tmp_path, model, optimizer), warns_on_rank_0(rank, "from step 5"):
         train_one_pass(model, optimizer)
-    with Checkpoints(folder, model, optimizer) as checkpoints:
-        shardwise.load(folder, model, optimizer)
+    with Checkpoints(tmp_path, model, optimizer) as checkpoints:
+        shardwise.load(tmp_path, model, optimizer)
         with warnings.catch_warnings(action="error"):
             train_one_pass(model, optimizer)
         with pytest.raises(CheckpointError, match="exists already"):
@@ -216,62 +208,23 @@ def test_a_run_keeps_its_last_two_and_every_fifth_of_what_it_saved_or_goes_on_fr
     assert seen == list(range(1, 9)) and left == [8, 7, 5]
 
 
-def train_one_pass(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def train_one_pass(model, optimizer):
     model(torch.zeros(1, 13)).sum().backward()
     optimizer.zero_grad()
 
 
-@each_rank(1, 2)
-def test_a_run_that_went_on_behind_damaged_steps_can_save_them_again(
-    rank: int, world_size: int, folder: Path
-) -> None:
-    """Steps 3 and 4 are damaged; training goes on from 2 and comes to 3 and 4 again."""
-    model, optimizer = build()
-    root = Path(folder)
-    with Checkpoints(root, model, optimizer) as checkpoints:
-        for step, save in enumerate("ABCD", 1):
-            stamp(model, optimizer, save)
-            checkpoints.save(step, wait=True)
-    if rank == 0:
-        for step in (3, 4):
-            path = root / step_name(step) / "rank00000-0.safetensors"
-            path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
-    dist.barrier()
-    with Checkpoints(root, model, optimizer, keep_last=2) as checkpoints:
-        with pytest.warns(UserWarning, match="is damaged") if rank == 0 else _nothing():
-            loaded = checkpoints.load()
-        assert loaded is not None and loaded.step == 2 and len(loaded.skipped) == 2
-        for step, save in ((3, "E"), (4, "F")):
-            stamp(model, optimizer, save)
-            checkpoints.save(step, wait=True)
-        again = checkpoints.load()
-        assert again is not None and again.step == 4 and not again.skipped
-        assert set(count(model, optimizer, "DF")) == {"F"}
-        with pytest.raises(CheckpointError, match="exists already"):  # a good one is not replaced
-            checkpoints.save(4, wait=True)
-    assert steps_in(Files(), root) == [4, 3]
-
-
-class _nothing:  # noqa: N801
-    def __enter__(self) -> None: ...
-    def __exit__(self, *error: object) -> None: ...
-
-
-def test_numbers_of_checkpoints_to_keep_are_checked(tmp_path: Path) -> None:
-    run_ranks(_refuse_numbers, 1, str(tmp_path))
-
-
-def _refuse_numbers(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(1)
+def test_numbers_of_checkpoints_to_keep_are_checked(tmp_path):
     model, optimizer = build()
     for wrong in ({"keep_last": 0}, {"keep_every": -1}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
-            Checkpoints(folder, model, optimizer, **wrong)  # type: ignore[arg-type]
+            Checkpoints(tmp_path, model, optimizer, **wrong)
 
 
 # ---------------------------------------------------------------------------------- who may write
 
 
-def hold(rank: int, world_size: int, folder: str) -> None:
+def hold(rank, world_size, folder):
     model, optimizer = build()
     with Checkpoints(folder, model, optimizer) as checkpoints:
         stamp(model, optimizer, "A")
@@ -280,7 +233,7 @@ def hold(rank: int, world_size: int, folder: str) -> None:
         signal.pause()
 
 
-def try_to_open(rank: int, world_size: int, folder: str) -> tuple[str, list[str]]:
+def try_to_open(rank, world_size, folder):
     model, optimizer = build()
     try:
         with Checkpoints(folder, model, optimizer) as checkpoints:
@@ -293,9 +246,7 @@ def try_to_open(rank: int, world_size: int, folder: str) -> tuple[str, list[str]
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_a_second_run_is_refused_naming_the_first_until_that_one_is_dead(
-    tmp_path: Path, world_size: int
-) -> None:
+def test_a_second_run_is_refused_naming_the_first_until_that_one_is_dead(tmp_path, world_size):
     first = start_ranks(hold, world_size, str(tmp_path))
     try:
         while len(list(tmp_path.glob("holding*"))) < world_size:
@@ -318,9 +269,7 @@ def test_a_second_run_is_refused_naming_the_first_until_that_one_is_dead(
     assert steps_in(Files(), tmp_path) == [2, 1]
 
 
-def test_a_lock_is_free_again_when_its_process_is_gone_and_says_whose_it_was(
-    tmp_path: Path,
-) -> None:
+def test_a_lock_is_free_again_when_its_process_is_gone_and_says_whose_it_was(tmp_path):
     code = (
         "import sys, os; sys.path[:0] = sys.argv[2:]; from pathlib import Path\n"
         "from shardwise.checkpoint.files import Files\n"
@@ -351,11 +300,11 @@ def test_a_lock_is_free_again_when_its_process_is_gone_and_says_whose_it_was(
 class Asked(Files):
     """Files of a run that starts while others ask who saves there, again and again."""
 
-    def __init__(self, num_asking: int) -> None:
+    def __init__(self, num_asking):
         self.asking = [Files() for _ in range(num_asking)]
         self.num_tries = 0
 
-    def lock(self, path: Path, shared: bool = False) -> Any:
+    def lock(self, path, shared=False):
         if shared:  # the run's own look at who is in its way
             return super().lock(path, shared=True)
         self.num_tries += 1
@@ -369,10 +318,8 @@ class Asked(Files):
         return found
 
 
-def test_a_run_starts_however_long_others_hold_the_lock_to_ask_whose_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pauses: list[float] = []
+def test_a_run_starts_however_long_others_hold_the_lock_to_ask_whose_it_is(tmp_path, monkeypatch):
+    pauses = []
     monkeypatch.setattr("shardwise.checkpoint.folder.time.sleep", pauses.append)
     files = Asked(4)
     take_lock(files, tmp_path, "mine").release()
@@ -386,12 +333,12 @@ def test_a_run_starts_however_long_others_hold_the_lock_to_ask_whose_it_is(
     assert sum(pauses) > 50
     asking.release()
 
-    def hold_while_asked(_: float) -> None:
+    def hold_while_asked(_):
         assert asking is not None
         asking.release()
         held.append(take_lock(Files(), tmp_path, "other"))
 
-    held: list[Any] = []
+    held = []
     asking = Files().lock(tmp_path / LOCK, shared=True)
     monkeypatch.setattr("shardwise.checkpoint.folder.time.sleep", hold_while_asked)
     with pytest.raises(CheckpointError, match=r"\(run other\) saves checkpoints there"):
@@ -400,22 +347,20 @@ def test_a_run_starts_however_long_others_hold_the_lock_to_ask_whose_it_is(
     held[0].release()
 
 
-@each_rank(2, 3)
-def test_a_save_beside_a_background_save_disturbs_neither(
-    rank: int, world_size: int, folder: Path
-) -> None:
+@on_ranks(2, 3)
+def test_a_save_beside_a_background_save_disturbs_neither(tmp_path):
     """A save in the foreground, and one of another folder, while one is under way behind."""
     model, optimizer = build(width=120, depth=3)
-    with Checkpoints(Path(folder, "run"), model, optimizer) as checkpoints:
+    with Checkpoints(Path(tmp_path, "run"), model, optimizer) as checkpoints:
         for step in range(1, 9):
             stamp(model, optimizer, "ABCDEFGH"[step - 1])
             checkpoints.save(step)
             stamp(model, optimizer, "Z")
-            shardwise.save(Path(folder, "aside"), model, optimizer, step=step)
+            shardwise.save(Path(tmp_path, "aside"), model, optimizer, step=step)
         checkpoints.finish()
         found = {}
         for step in range(1, 9):
-            shardwise.load(Path(folder, "run"), model, optimizer, step=step)
+            shardwise.load(Path(tmp_path, "run"), model, optimizer, step=step)
             found[step] = "".join(count(model, optimizer, "ABCDEFGH"))
     assert found == {step: "ABCDEFGH"[step - 1] for step in range(1, 9)}
-    assert steps_in(Files(), folder / "aside") == list(range(8, 0, -1))
+    assert steps_in(Files(), tmp_path / "aside") == list(range(8, 0, -1))

@@ -11,9 +11,7 @@ import contextlib
 import json
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,23 +25,21 @@ pytestmark = pytest.mark.slow
 class Campaign:
     """A campaign under way in processes of its own."""
 
-    def __init__(
-        self, name: str, trials: int, jobs: int, seed: int, folder: Path, *how: str
-    ) -> None:
+    def __init__(self, name, trials, jobs, seed, folder, *how):
         self.trials = trials
         options = ("--trials", trials, "--seed", seed, "--jobs", jobs, "--folder", folder)
         self.program = start_program(folder, SOAK, name, *options, "--json", *how)
 
-    def found(self) -> dict[str, int]:
+    def found(self):
         """Return the verdicts. A violation fails the test with what replays it."""
         code, out, err = self.program.finish()
         assert code == 0, err[-8000:]
-        counted: dict[str, Any] = json.loads(out)
+        counted = json.loads(out)
         assert sum(counted["verdicts"].values()) == self.trials and not counted["violations"]
-        verdicts: dict[str, int] = counted["verdicts"]
+        verdicts = counted["verdicts"]
         return verdicts
 
-    def end(self) -> None:
+    def end(self):
         """Kill what still runs of it; ranks die with the process that forked them."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.program.pid, signal.SIGKILL)
@@ -51,10 +47,10 @@ class Campaign:
 
 
 @pytest.fixture(scope="module")
-def campaigns(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Campaign]]:
+def campaigns(tmp_path_factory):
     """Start both at once: a power cut mostly waits for what the system writes back by itself."""
     kill, power = (tmp_path_factory.mktemp(name) for name in ("kill", "power"))
-    started = {"kill": Campaign("kill", 17, 2, 1, kill, "--spread")}
+    started = {"kill": Campaign("kill", 12, 2, 1, kill, "--spread")}
     if not os.geteuid():
         started["power"] = Campaign("power", 6, 3, 2, power, "--spread")
     yield started
@@ -62,18 +58,14 @@ def campaigns(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Ca
         campaign.end()
 
 
-def test_kills_in_every_phase_of_a_save_leave_the_old_or_the_new_one(
-    campaigns: dict[str, Campaign],
-) -> None:
+def test_kills_in_every_phase_of_a_save_leave_the_old_or_the_new_one(campaigns):
     found = campaigns["kill"].found()
     assert set(found) <= {"A", "B", "B after save had returned"}
     # A tenth of the moments are before any save can have ended, a tenth after all have.
     assert found["A"] >= 1 and found["B after save had returned"] >= 1
 
 
-def test_power_cuts_in_the_middle_of_a_save_and_after_it_leave_the_old_or_the_new_one(
-    campaigns: dict[str, Campaign],
-) -> None:
+def test_power_cuts_in_the_middle_of_a_save_and_after_it_leave_the_old_or_the_new_one(campaigns):
     if "power" not in campaigns:
         pytest.skip("a power cut is made by mounting and stopping a disk, which needs root")
     try:

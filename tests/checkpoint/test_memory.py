@@ -4,28 +4,30 @@ A host is a file system in memory. Here each is a folder on one, so that several
 machine; what belongs to another host is read over TCP, as between machines.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from contextlib import contextmanager, nullcontext, suppress
 
 import pytest
 import torch.distributed as dist
 
 import shardwise
 from inner import LOCK, Files
-from ranks import HANG_S, run_ranks, start_ranks
-from saving import Run, Setting, build, differences, take_step, truth_of
+from ranks import HANG_S, on_ranks, run_ranks, start_ranks
+from saving import (
+    Setting,
+    build,
+    differences,
+    flip,
+    take_step,
+    truth_of,
+    warns_on_rank_0,
+)
 from shardwise.checkpoint.memory import folder_in_memory
 from shardwise.errors import CheckpointError, ConfigError
 
-Truth = dict[str, Any]
 END = 4  # steps of a run
 
 
@@ -33,7 +35,7 @@ class Crash(Exception):
     """The end of a run that did not end well."""
 
 
-def memory_of_host(root: Path, rank: int, hosts: tuple[int, ...]) -> Path:
+def memory_of_host(root, rank, hosts):
     """Return the memory of a rank's host; ``hosts`` has the number of ranks on each."""
     ends = [sum(hosts[: n + 1]) for n in range(len(hosts))]
     host = next(n for n, end in enumerate(ends) if rank < end)
@@ -41,9 +43,7 @@ def memory_of_host(root: Path, rank: int, hosts: tuple[int, ...]) -> Path:
 
 
 @contextmanager
-def run_of(
-    rank: int, root: Path, hosts: tuple[int, ...], stage: int = 3, **options: Any
-) -> Iterator[tuple[Run, shardwise.Checkpoints]]:
+def run_of(rank, root, hosts=(2,), stage=3, **options):
     """Build a run with copies in memory after every step."""
     run = build(Setting(sum(hosts), stage), seed=1)
     memory = memory_of_host(root, rank, hosts)
@@ -52,100 +52,119 @@ def run_of(
         yield run, checkpoints
 
 
-def train(
-    rank: int,
-    num_ranks: int,
-    root: Path,
-    hosts: tuple[int, ...],
-    saved: int | None = 1,
-    stage: int = 3,
-    **options: Any,
-) -> list[Truth]:
+def train(rank, num_ranks, root, hosts, saved=1, stage=3, **options):
     """Train, copy every step, save one to disk, crash; return the state after each step."""
     truths = []
-    try:
-        with run_of(rank, root, hosts, stage, **options) as (run, checkpoints):
-            for step in range(1, END):
-                take_step(run, step, norm=False)
-                truths.append(truth_of(run))
-                checkpoints.finish()
-                if step == saved:
-                    checkpoints.save(step, extra=run.extra, wait=True)
-                else:
-                    checkpoints.copy_to_memory(step, extra=run.extra)
+    with suppress(Crash), run_of(rank, root, hosts, stage, **options) as (run, checkpoints):
+        for step in range(1, END):
+            take_step(run, step, norm=False)
+            truths.append(truth_of(run))
             checkpoints.finish()
-            raise Crash
-    except Crash:
-        return truths
+            if step == saved:
+                checkpoints.save(step, extra=run.extra, wait=True)
+            else:
+                checkpoints.copy_to_memory(step, extra=run.extra)
+        checkpoints.finish()
+        raise Crash
+    return truths
 
 
-def resume(
-    rank: int, num_ranks: int, root: Path, hosts: tuple[int, ...], stage: int = 3, **options: Any
-) -> tuple[int | None, bool, Truth]:
+def resume(rank, num_ranks, root, hosts=(2,), stage=3, warned="", **options):
     """Load in a new run; return the step, whether it came from memory, and the state."""
     with run_of(rank, root, hosts, stage, **options) as (run, checkpoints):
-        loaded = checkpoints.load(extra=run.extra)
+        with warns_on_rank_0(rank, warned) if warned else nullcontext():
+            loaded = checkpoints.load(extra=run.extra)
         if loaded is None:
             return None, False, {}
         return loaded.step, loaded.from_memory, truth_of(run)
 
 
-def same_on_all(found: list[Any], step: int | None, from_memory: bool, truths: Any) -> None:
+def same_on_all(found, step, from_memory, truths):
     for rank, (found_step, was_memory, truth) in enumerate(found):
         assert (found_step, was_memory) == (step, from_memory)
         if step is not None:
             assert not differences(truth, truths[rank % len(truths)][step - 1])
 
 
-def files_of(root: Path, host: int, pattern: str) -> list[Path]:
+def files_of(root, host, pattern):
     return sorted((root / f"host{host}").rglob(pattern))
 
 
-@pytest.mark.parametrize(
-    ("hosts", "copies", "stage"),
-    [((1,), 1, 3), ((3,), 1, 0), ((1, 1, 1), 1, 3), ((1, 2), 1, 1), ((1, 1, 1), 0, 3)],
-)
-def test_a_restarted_run_goes_on_from_the_newest_copy_in_memory_to_the_bit(
-    hosts: tuple[int, ...], copies: int, stage: int, tmp_path: Path
-) -> None:
-    truths = run_ranks(train, sum(hosts), tmp_path, hosts, stage=stage, copies=copies)
-    assert len(files_of(tmp_path, 0, "manifest.json")) == 2, "two copies, of steps 2 and 3"
-    found = run_ranks(resume, sum(hosts), tmp_path, hosts, stage=stage, copies=copies)
-    same_on_all(found, END - 1, True, truths)
-    assert not files_of(tmp_path, 0, "*.safetensors"), "a run that ends well leaves nothing"
-    assert not files_of(tmp_path, len(hosts) - 1, "*.safetensors")
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Return a function that puts what a run left into a folder; each run is trained once."""
+    runs = {}
+
+    def put(folder, hosts=(2,), **options):
+        key = hosts, *sorted(options.items())
+        if key not in runs:
+            root = tmp_path_factory.mktemp("trained")
+            runs[key] = root, run_ranks(train, sum(hosts), root, hosts, **options)
+        root, truths = runs[key]
+        shutil.copytree(root, folder, dirs_exist_ok=True)
+        for host in folder.glob("host*"):
+            copies = folder_in_memory(root / "run", host)
+            copies.rename(folder_in_memory(folder / "run", host))
+        assert len(files_of(folder, 0, "manifest.json")) == 2, "two copies, of two steps"
+        return truths
+
+    return put
 
 
-def test_where_a_host_is_gone_its_neighbours_copy_is_loaded(tmp_path: Path) -> None:
-    hosts = (1, 1, 1)
-    truths = run_ranks(train, 3, tmp_path, hosts)
-    shutil.rmtree(tmp_path / "host1")
-    same_on_all(run_ranks(resume, 3, tmp_path, hosts), END - 1, True, truths)
+def lose(*hosts):
+    """Return what loses the memory of some hosts."""
+    return lambda root: [shutil.rmtree(root / f"host{host}") for host in hosts]
 
 
-def test_where_a_host_and_its_copy_are_gone_the_checkpoint_on_disk_is_loaded(
-    tmp_path: Path,
-) -> None:
-    hosts = (1, 1, 1)
-    truths = run_ranks(train, 3, tmp_path, hosts)
-    for host in (1, 2):  # the copy of host 1 is on host 2
-        shutil.rmtree(tmp_path / f"host{host}")
-    same_on_all(run_ranks(resume, 3, tmp_path, hosts), 1, False, truths)
+def damage_the_newest(root):
+    flip(files_of(root, 0, f"step-*{END - 1}/rank00001-0.safetensors")[0])
 
 
-def test_two_copies_on_other_hosts_outlive_two_hosts(tmp_path: Path) -> None:
-    hosts = (1, 1, 1)
-    truths = run_ranks(train, 3, tmp_path, hosts, copies=2)
-    for host in (1, 2):
-        shutil.rmtree(tmp_path / f"host{host}")
-    same_on_all(run_ranks(resume, 3, tmp_path, hosts, copies=2), END - 1, True, truths)
+# What runs, how, what happens before the restart, and what that loads: the step, whether from
+# memory. The copy of host 1 is on host 2.
+HOSTS = (1, 1, 1)
+RESTARTS = {
+    "one rank": ((1,), {}, None, END - 1, True),
+    "one host": ((3,), {"stage": 0}, None, END - 1, True),
+    "three hosts": (HOSTS, {}, None, END - 1, True),
+    "hosts of one rank and of two": ((1, 2), {"stage": 1}, None, END - 1, True),
+    "no copies on other hosts": (HOSTS, {"copies": 0}, None, END - 1, True),
+    "a host is gone": (HOSTS, {}, lose(1), END - 1, True),
+    "a host and its copy are gone": (HOSTS, {}, lose(1, 2), 1, False),
+    "two hosts of three are gone": (HOSTS, {"copies": 2}, lose(1, 2), END - 1, True),
+    "the newest copy is damaged": ((2,), {}, damage_the_newest, END - 2, True),
+    "the disk has a newer one": ((2,), {"saved": END - 1}, None, END - 1, False),
+    "another run, or its checkpoints are gone": (
+        *((2,), {}),
+        *(lambda root: shutil.rmtree(root / "run"), None, False),
+    ),
+    "its checkpoints were moved away": (
+        *((2,), {}),
+        *(lambda root: shutil.move(root / "run/step-00000001", root / "elsewhere"), None, False),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", RESTARTS)
+def test_a_restarted_run_goes_on_from_the_newest_whole_copy_that_is_its_own_to_the_bit(
+    what, trained, tmp_path
+):
+    hosts, options, happens, step, from_memory = RESTARTS[what]
+    truths = trained(tmp_path, hosts, **options)
+    if happens is not None:
+        happens(tmp_path)
+    how = {key: value for key, value in options.items() if key != "saved"}
+    if happens is damage_the_newest:
+        how["warned"] = "a copy in memory is lost.*rank00001-0.safetensors"
+    same_on_all(run_ranks(resume, sum(hosts), tmp_path, hosts, **how), step, from_memory, truths)
+    if happens is None:
+        left = list(tmp_path.glob("host*/**/*.safetensors"))
+        assert not left, "a run that ends well leaves nothing"
 
 
 @pytest.mark.parametrize("hosts", [(2,), (1, 1, 1, 1)])
-def test_another_number_of_ranks_goes_on_from_memory(
-    hosts: tuple[int, ...], tmp_path: Path
-) -> None:
-    truths = run_ranks(train, 3, tmp_path, (1, 1, 1), copies=2)
+def test_another_number_of_ranks_goes_on_from_memory(hosts, trained, tmp_path):
+    truths = trained(tmp_path, HOSTS, copies=2)
     if len(hosts) == 1:  # its memory has all files
         assert files_of(tmp_path, 0, "rank00002-0.safetensors")
     found = run_ranks(resume, sum(hosts), tmp_path, hosts, copies=2)
@@ -155,135 +174,85 @@ def test_another_number_of_ranks_goes_on_from_memory(
         assert all("scratch" in line or "buffer" in line for line in wrong), wrong
 
 
-def test_a_damaged_copy_is_passed_over_with_a_warning_and_never_mixed(tmp_path: Path) -> None:
-    truths = run_ranks(train, 2, tmp_path, (2,))
-    newest = files_of(tmp_path, 0, f"step-*{END - 1}/rank00001-0.safetensors")[0]
-    flip(newest)
-    same_on_all(run_ranks(resume_with_warning, 2, tmp_path, (2,)), END - 2, True, truths)
+def load_raises(rank, num_ranks, root, match, **options):
+    with pytest.raises((CheckpointError, ConfigError), match=match):
+        resume(rank, num_ranks, root, **options)
 
 
-def resume_with_warning(rank: int, num_ranks: int, root: Path, hosts: tuple[int, ...]) -> Any:
-    if rank:
-        return resume(rank, num_ranks, root, hosts)
-    with pytest.warns(UserWarning, match="a copy in memory is lost.*rank00001-0.safetensors"):
-        return resume(rank, num_ranks, root, hosts)
-
-
-def test_where_both_copies_are_damaged_and_nothing_was_saved_the_load_says_so(
-    tmp_path: Path,
-) -> None:
-    run_ranks(train, 2, tmp_path, (2,), saved=None)
+def test_where_both_copies_are_damaged_and_nothing_was_saved_the_load_says_so(trained, tmp_path):
+    trained(tmp_path, saved=None)
     for path in files_of(tmp_path, 0, "rank00001-0.safetensors"):
         flip(path)
-    run_ranks(load_raises, 2, tmp_path, (2,), "no checkpoint can be used.*rank00001-0")
+    run_ranks(load_raises, 2, tmp_path, "no checkpoint can be used.*rank00001-0")
 
 
-def load_raises(
-    rank: int, num_ranks: int, root: Path, hosts: tuple[int, ...], match: str, **options: Any
-) -> None:
-    with pytest.raises((CheckpointError, ConfigError), match=match):
-        resume(rank, num_ranks, root, hosts, **options)
+def go_back(rank, num_ranks, root):
+    with suppress(Crash), run_of(rank, root) as (run, checkpoints):
+        assert checkpoints.load(step=1, extra=run.extra) is not None
+        raise Crash
 
 
-def flip(path: Path) -> None:
-    """Flip one bit of the last byte, which is a tensor's."""
-    with path.open("r+b") as file:
-        file.seek(-1, os.SEEK_END)
-        last = file.read(1)[0]
-        file.seek(-1, os.SEEK_END)
-        file.write(bytes([last ^ 1]))
+def test_after_a_load_of_an_older_step_no_restart_returns_to_a_newer_copy(trained, tmp_path):
+    truths = trained(tmp_path)
+    run_ranks(go_back, 2, tmp_path)
+    same_on_all(run_ranks(resume, 2, tmp_path), 1, False, truths)
 
 
-def test_copies_of_another_run_or_of_removed_checkpoints_are_never_loaded(tmp_path: Path) -> None:
-    run_ranks(train, 2, tmp_path, (2,))
-    shutil.rmtree(tmp_path / "run")
-    same_on_all(run_ranks(resume, 2, tmp_path, (2,)), None, False, None)
+def save_without_copies(rank, num_ranks, root):
+    with suppress(Crash), run_of(rank, root, memory_every=None) as (run, checkpoints):
+        assert checkpoints.load(extra=run.extra).step == 1
+        take_step(run, 7, norm=False)
+        checkpoints.save(2, extra=run.extra, wait=True)
+        truth = truth_of(run)
+        raise Crash
+    return truth
 
 
-def test_after_a_load_of_an_older_step_no_restart_returns_to_a_newer_copy(tmp_path: Path) -> None:
-    truths = run_ranks(train, 2, tmp_path, (2,))
-    run_ranks(go_back, 2, tmp_path, (2,))
-    same_on_all(run_ranks(resume, 2, tmp_path, (2,)), 1, False, truths)
-
-
-def go_back(rank: int, num_ranks: int, root: Path, hosts: tuple[int, ...]) -> None:
-    try:
-        with run_of(rank, root, hosts) as (run, checkpoints):
-            assert checkpoints.load(step=1, extra=run.extra) is not None
-            raise Crash
-    except Crash:
-        pass
-
-
-def test_copies_do_not_count_once_the_run_has_gone_on_without_them(tmp_path: Path) -> None:
-    truths = run_ranks(train, 2, tmp_path, (2,))  # step 1 on disk, 2 and 3 in memory
+def test_copies_do_not_count_once_the_run_has_gone_on_without_them(trained, tmp_path):
+    truths = trained(tmp_path)  # step 1 on disk, 2 and 3 in memory
     again = run_ranks(save_without_copies, 2, tmp_path)
-    found = run_ranks(resume, 2, tmp_path, (2,))
+    found = run_ranks(resume, 2, tmp_path)
     same_on_all(found, 2, False, [[{}, truth] for truth in again])
     assert differences(again[0], truths[0][1]), "the run went another way"
 
 
-def save_without_copies(rank: int, num_ranks: int, root: Path) -> Truth:
-    try:
-        with run_of(rank, root, (2,), memory_every=None) as (run, checkpoints):
-            assert checkpoints.load(extra=run.extra).step == 1
-            take_step(run, 7, norm=False)
-            checkpoints.save(2, extra=run.extra, wait=True)
-            truth = truth_of(run)
-            raise Crash
-    except Crash:
-        return truth
-
-
-def test_copies_do_not_count_beside_checkpoints_that_somebody_has_moved_away(
-    tmp_path: Path,
-) -> None:
-    run_ranks(train, 2, tmp_path, (2,))
-    shutil.move(tmp_path / "run/step-00000001", tmp_path / "elsewhere")
-    same_on_all(run_ranks(resume, 2, tmp_path, (2,)), None, False, None)
-
-
-def test_a_folder_of_another_user_or_job_is_refused_and_what_is_not_ours_stays(
-    tmp_path: Path,
-) -> None:
+def test_a_folder_of_another_user_or_job_is_refused_and_what_is_not_ours_stays(tmp_path):
     root = tmp_path / "host0"
     folder = folder_in_memory(tmp_path / "run", root)
     folder.parent.mkdir(parents=True)
     folder.parent.chmod(0o755)
-    run_ranks(load_raises, 2, tmp_path, (2,), "only this user may read and write")
+    run_ranks(load_raises, 2, tmp_path, "only this user may read and write")
     folder.parent.chmod(0o700)
     folder.mkdir(0o700)
     (folder / "notes").mkdir()
     lock = Files().lock(folder / LOCK)
-    run_ranks(load_raises, 2, tmp_path, (2,), "another job of this user keeps its copies there")
+    run_ranks(load_raises, 2, tmp_path, "another job of this user keeps its copies there")
     assert lock is not None
     lock.release()
     run_ranks(train, 2, tmp_path, (2,))
     assert (folder / "notes").is_dir()
 
 
-def test_memory_that_somebody_has_emptied_ends_no_run(tmp_path: Path) -> None:
-    run_ranks(emptied, 2, tmp_path)
-
-
-def emptied(rank: int, num_ranks: int, root: Path) -> None:
-    with run_of(rank, root, (2,)) as (run, checkpoints):
+@on_ranks(2)
+def test_memory_that_somebody_has_emptied_ends_no_run(rank, tmp_path):
+    with run_of(rank, tmp_path) as (run, checkpoints):
         for step in (1, 2, 3):
             take_step(run, step)
             assert checkpoints.copy_to_memory(step) is not None
             checkpoints.finish()
             dist.barrier()
             if rank == 0:
-                shutil.rmtree(root / "host0")
+                shutil.rmtree(tmp_path / "host0")
             dist.barrier()
 
 
-def test_a_later_copy_that_fails_is_a_warning_and_the_run_goes_on(tmp_path: Path) -> None:
-    run_ranks(fails_later, 2, tmp_path)
+def full_disk(files, path):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
-def fails_later(rank: int, num_ranks: int, root: Path) -> None:
-    with run_of(rank, root, (2,)) as (run, checkpoints):
+@on_ranks(2)
+def test_a_later_copy_that_fails_is_a_warning_and_the_run_goes_on(rank, tmp_path):
+    with run_of(rank, tmp_path) as (run, checkpoints):
         take_step(run, 1)
         checkpoints.copy_to_memory(1)
         checkpoints.finish()
@@ -291,10 +260,7 @@ def fails_later(rank: int, num_ranks: int, root: Path) -> None:
             if rank == 1:
                 patch.setattr(Files, "create", full_disk)
             assert checkpoints.copy_to_memory(2) is not None
-            if rank == 0:
-                with pytest.warns(UserWarning, match="no copy of step 2 in memory: rank 1: "):
-                    checkpoints.finish()
-            else:
+            with warns_on_rank_0(rank, "no copy of step 2 in memory: rank 1: "):
                 checkpoints.finish()
         take_step(run, 3)
         assert checkpoints.copy_to_memory(3, extra=run.extra) is not None
@@ -306,27 +272,9 @@ def fails_later(rank: int, num_ranks: int, root: Path) -> None:
         assert not differences(truth_of(run), truth)
 
 
-def full_disk(files: Files, path: Path) -> Any:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-
-
-def test_a_newer_checkpoint_on_disk_comes_before_copies_in_memory(tmp_path: Path) -> None:
-    truths = run_ranks(train, 2, tmp_path, (2,), saved=END - 1)
-    same_on_all(run_ranks(resume, 2, tmp_path, (2,)), END - 1, False, truths)
-
-
-def test_a_damaged_checkpoint_above_the_copy_that_is_loaded_may_be_replaced(tmp_path: Path) -> None:
-    run_ranks(train, 2, tmp_path, (2,), saved=END - 1)
-    flip(tmp_path / f"run/step-{END - 1:08d}/rank00001-0.safetensors")
-    run_ranks(goes_on_and_saves, 2, tmp_path)
-
-
-def goes_on_and_saves(rank: int, num_ranks: int, root: Path) -> None:
-    with run_of(rank, root, (2,)) as (run, checkpoints):
-        if rank == 0:
-            with pytest.warns(UserWarning, match="a newer checkpoint is damaged"):
-                loaded = checkpoints.load(extra=run.extra)
-        else:
+def goes_on_and_saves(rank, num_ranks, root):
+    with run_of(rank, root) as (run, checkpoints):
+        with warns_on_rank_0(rank, "a newer checkpoint is damaged"):
             loaded = checkpoints.load(extra=run.extra)
         assert loaded is not None and (loaded.step, loaded.from_memory) == (END - 2, True)
         assert checkpoints.copy_to_memory(END - 2) is None, "it is there"
@@ -334,44 +282,37 @@ def goes_on_and_saves(rank: int, num_ranks: int, root: Path) -> None:
         checkpoints.save(END - 1, extra=run.extra, wait=True)
 
 
+def test_a_damaged_checkpoint_above_the_copy_that_is_loaded_may_be_replaced(trained, tmp_path):
+    trained(tmp_path, saved=END - 1)
+    flip(tmp_path / f"run/step-{END - 1:08d}/rank00001-0.safetensors")
+    run_ranks(goes_on_and_saves, 2, tmp_path)
+
+
+@on_ranks(2)
 def test_memory_that_is_too_small_is_refused_with_its_size_before_anything_is_written(
-    tmp_path: Path,
-) -> None:
-    run_ranks(too_small, 2, tmp_path)
-
-
-def too_small(rank: int, num_ranks: int, root: Path) -> None:
-    with (
-        run_of(rank, root, (2,)) as (run, checkpoints),
-        pytest.MonkeyPatch.context() as patch,
-    ):
+    rank, tmp_path
+):
+    said = r"rank 0: .* bytes .* and 1000 are free.*shm-size"
+    with run_of(rank, tmp_path) as (run, checkpoints), pytest.MonkeyPatch.context() as patch:
         take_step(run, 1)
         patch.setattr(Files, "free_bytes", lambda *_: 1000 + 10**9 * rank)
-        with pytest.raises(
-            CheckpointError, match=r"rank 0: .* bytes .* and 1000 are free.*shm-size"
-        ):
+        with pytest.raises(CheckpointError, match=said):
             checkpoints.copy_to_memory(1)
         patch.undo()
         assert checkpoints.copy_to_memory(1) is not None
 
 
-def test_ranks_with_other_settings_are_told_so(tmp_path: Path) -> None:
-    run_ranks(other_settings, 2, tmp_path)
-
-
-def other_settings(rank: int, num_ranks: int, root: Path) -> None:
-    every = 2 if rank else None
+@on_ranks(2)
+def test_ranks_with_other_settings_are_told_so(rank, tmp_path):
     match = r"memory_every, copies: .*rank 0: \(0, 1\), rank 1: \(2, 1\)"
-    load_raises(rank, num_ranks, root, (2,), match, memory_every=every)
+    load_raises(rank, 2, tmp_path, match, memory_every=2 if rank else None)
 
 
 @pytest.mark.parametrize("copies", [0, 1])
-def test_a_run_that_is_killed_at_any_moment_goes_on_from_a_state_it_had(
-    copies: int, tmp_path: Path
-) -> None:
+def test_a_run_that_is_killed_at_any_moment_goes_on_from_a_state_it_had(copies, tmp_path):
     hosts = (1, 1)
     truths = run_ranks(train, 2, tmp_path / "quiet", hosts, copies=copies)
-    for trial in range(3):
+    for trial in range(2):
         root = tmp_path / f"trial{trial}"
         killed = start_ranks(train, 2, root, hosts, copies=copies)
         until(lambda root=root: (root / "run/step-00000001/manifest.json").exists())
@@ -387,11 +328,11 @@ def test_a_run_that_is_killed_at_any_moment_goes_on_from_a_state_it_had(
         same_on_all(found, step, found[0][1], truths)
 
 
-def gone(root: Path) -> bool:
+def gone(root):
     return len(files_of(root, 0, "manifest.json")) == 2
 
 
-def until(holds: Callable[[], bool]) -> None:
+def until(holds):
     deadline = time.monotonic() + HANG_S
     while not holds():
         assert time.monotonic() < deadline

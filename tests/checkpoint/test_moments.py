@@ -1,77 +1,35 @@
 """Saves and loads at moments when they could go wrong without a word."""
 
-import itertools
-import threading
-from contextlib import nullcontext
+import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import shardwise
-from disk import Fault, FaultyFiles
+from disk import FaultyFiles
 from inner import Files, step_name, steps_in
-from ranks import HANG_S, run_ranks
-from saving import each_rank
+from ranks import on_ranks
+from saving import flip, warns_on_rank_0
 from shardwise.engine.api import engine_of
 from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint, StateError
-from stamped import build, count, stamp
+from stamped import build, stamp
 
 
-class SlowFiles(Files):
-    """Files that make nothing before they are let go."""
-
-    def __init__(self) -> None:
-        self.go = threading.Event()
-
-    def create(self, path: Path) -> Any:
-        assert self.go.wait(HANG_S)
-        return super().create(path)
-
-
-@each_rank(1, 3)
-def test_a_wait_that_is_interrupted_leaves_the_save_in_flight_and_its_copy_alone(
-    rank: int, world_size: int, folder: Path
-) -> None:
-    model, optimizer = build()
-    files = SlowFiles()
-    with shardwise.Checkpoints(folder, model, optimizer, files=files) as checkpoints:
-        stamp(model, optimizer, "A")
-        saving = checkpoints.save(1)
-        joined, saving.join = saving.join, _interrupted  # type: ignore[method-assign]
-        with pytest.raises(KeyboardInterrupt):
-            checkpoints.finish()
-        saving.join = joined  # type: ignore[method-assign]
-        files.go.set()
-        stamp(model, optimizer, "B")
-        checkpoints.save(2, wait=True)
-    for step, save in ((1, "A"), (2, "B")):
-        shardwise.load(folder, model, optimizer, step=step)
-        assert set(count(model, optimizer)) == {save}
-    assert len(steps_in(Files(), folder)) == 2
-
-
-def _interrupted() -> None:
-    raise KeyboardInterrupt
-
-
-@each_rank(2)
-def test_state_of_l_bfgs_is_saved_at_stage_0_and_state_of_several_parameters_nowhere_else(
-    rank: int, world_size: int, folder: Path
-) -> None:
+@on_ranks(2)
+def test_state_of_l_bfgs_is_saved_at_stage_0_and_state_of_several_parameters_nowhere_else(tmp_path):
     """L-BFGS goes on at stage 0; state that is cut otherwise than its parameter is refused."""
     x = torch.linspace(0, 1, 7)
 
-    def make(stage: int, kind: Any = torch.optim.LBFGS) -> tuple[nn.Module, Any]:
+    def make(stage, kind=torch.optim.LBFGS):
         torch.manual_seed(0)
         model = shardwise.shard(nn.Linear(7, 2), stage=stage)
         return model, kind(model.parameters(), lr=0.1)
 
-    def step(model: nn.Module, optimizer: Any) -> None:
-        def closure() -> Tensor:
+    def step(model, optimizer):
+        def closure():
             optimizer.zero_grad()
             loss = (model(x) - 1).square().mean()
             loss.backward()
@@ -80,14 +38,14 @@ def test_state_of_l_bfgs_is_saved_at_stage_0_and_state_of_several_parameters_now
         optimizer.step(closure)
 
     run, other = make(0), make(0)
-    shardwise.save(Path(folder, "fresh"), *run)  # there is no state yet
+    shardwise.save(Path(tmp_path, "fresh"), *run)  # there is no state yet
     step(*run)
-    shardwise.save(Path(folder, "all"), *run)
-    shardwise.load(Path(folder, "all"), *other)
+    shardwise.save(Path(tmp_path, "all"), *run)
+    shardwise.load(Path(tmp_path, "all"), *other)
     for one in (run, other):
         step(*one)
     for ours, theirs in zip(*(m.parameters() for m, _ in (run, other)), strict=True):
-        assert torch.equal(ours.to_local(), theirs.to_local())  # type: ignore[attr-defined]
+        assert torch.equal(ours.to_local(), theirs.to_local())
     for stage in (1, 2, 3):
         model, optimizer = make(stage, torch.optim.SGD)
         weight, bias = model.parameters()
@@ -96,64 +54,55 @@ def test_state_of_l_bfgs_is_saved_at_stage_0_and_state_of_several_parameters_now
             with pytest.raises(
                 CheckpointError, match=r"SGD keeps its state 'of_both'.*optimizer=None"
             ):
-                shardwise.save(Path(folder, "refused"), model, optimizer)
-    assert [each.name for each in sorted(Path(folder).iterdir())] == ["all", "fresh"]
+                shardwise.save(Path(tmp_path, "refused"), model, optimizer)
+    assert [each.name for each in sorted(Path(tmp_path).iterdir())] == ["all", "fresh"]
 
 
-@each_rank(2)
-def test_saves_and_loads_inside_gathered_are_refused(
-    rank: int, world_size: int, folder: Path
-) -> None:
+@on_ranks(2)
+def test_saves_and_loads_inside_gathered_are_refused(tmp_path):
     model, optimizer = build()
-    shardwise.save(Path(folder, "a"), model, optimizer)
+    shardwise.save(Path(tmp_path, "a"), model, optimizer)
     with shardwise.gathered(model, writeback=True):
         with pytest.raises(StateError, match="inside gathered"):
-            shardwise.save(Path(folder, "b"), model, optimizer)
+            shardwise.save(Path(tmp_path, "b"), model, optimizer)
         with pytest.raises(StateError, match="inside gathered"):
-            shardwise.load(Path(folder, "a"), model, optimizer)
+            shardwise.load(Path(tmp_path, "a"), model, optimizer)
     engine_of(model).conditions.begin_load((), "a test says so")
     with pytest.raises(StateError, match="a test says so"), shardwise.gathered(model):
         pass
     engine_of(model).conditions.end_load(())
 
 
-def damage(path: Path, key: str) -> None:
+def damage(path, key):
     """Flip a bit of a tensor in the file of rank 0."""
-    data = bytearray(path.read_bytes())
+    data = path.read_bytes()
     size = 8 + int.from_bytes(data[:8], "little")
-    import json
-
     begin, end = json.loads(data[8:size])[key]["data_offsets"]
-    data[size + (begin + end) // 2] ^= 0x40
-    path.write_bytes(data)
+    flip(path, size + (begin + end) // 2)
 
 
-@each_rank(1, 3)
-def test_moments_that_were_half_loaded_are_gone_when_parameters_alone_are_loaded(
-    rank: int, world_size: int, folder: Path
-) -> None:
+@on_ranks(1, 3)
+def test_moments_that_were_half_loaded_are_gone_when_parameters_alone_are_loaded(rank, tmp_path):
     model, optimizer = build()
     name = next(name for name, p in model.named_parameters() if p.ndim == 2)
     stamp(model, optimizer, "A")
-    shardwise.save(folder, model, optimizer, step=1)
+    shardwise.save(tmp_path, model, optimizer, step=1)
     if rank == 0:
-        path = folder / step_name(1) / "rank00000-0.safetensors"
+        path = tmp_path / step_name(1) / "rank00000-0.safetensors"
         damage(path, f"optim.state.{name}.exp_avg_sq")
     dist.barrier()
     with pytest.raises(DamagedCheckpoint):
-        shardwise.load(folder, model, optimizer, step=1)
+        shardwise.load(tmp_path, model, optimizer, step=1)
     with pytest.raises(StateError, match="not to be used"):
         model(torch.zeros(1, 13))
-    shardwise.load(folder, model, step=1)  # the parameters are whole
+    shardwise.load(tmp_path, model, step=1)  # the parameters are whole
     assert not optimizer.state, "half loaded moments would have been stepped with"
 
 
-@each_rank(1, 3)
-def test_a_run_cannot_go_back_behind_checkpoints_that_it_would_return_to(
-    rank: int, world_size: int, folder: Path
-) -> None:
+@on_ranks(1, 3)
+def test_a_run_cannot_go_back_behind_checkpoints_that_it_would_return_to(tmp_path):
     model, optimizer = build()
-    with shardwise.Checkpoints(folder, model, optimizer) as checkpoints:
+    with shardwise.Checkpoints(tmp_path, model, optimizer) as checkpoints:
         for step in (5, 10):
             checkpoints.save(step, wait=True)
         with pytest.raises(ConfigError, match="newer checkpoints"):
@@ -162,67 +111,40 @@ def test_a_run_cannot_go_back_behind_checkpoints_that_it_would_return_to(
     with pytest.raises(StateError, match="closed"):
         checkpoints.save(11)
     with pytest.raises(ConfigError, match="one checkpoint, not a folder"):
-        shardwise.Checkpoints(Path(folder, step_name(5)), model, optimizer)
+        shardwise.Checkpoints(Path(tmp_path, step_name(5)), model, optimizer)
     with pytest.raises(CheckpointError, match="there is no step-00000007"):
-        shardwise.load(folder, model, optimizer, step=7)
+        shardwise.load(tmp_path, model, optimizer, step=7)
 
 
-@each_rank(1, 3)
-def test_a_rotation_that_fails_is_warned_of_and_the_save_counts(
-    rank: int, world_size: int, folder: Path
-) -> None:
+@on_ranks(1, 3)
+def test_a_rotation_that_fails_is_warned_of_and_the_save_counts(rank, tmp_path):
     model, optimizer = build()
-    failed: list[str] = []
+    failed = []
 
     class Failing(FaultyFiles):
-        def remove_file(self, path: Path) -> None:
+        def remove_file(self, path):
             if path.parent.name.startswith(f".old-{step_name(1)}-") and not failed:
                 failed.append(path.name)
                 raise OSError(5, "Input/output error", str(path))
             super().remove_file(path)
 
     files = Failing(Files())
-    with shardwise.Checkpoints(folder, model, optimizer, keep_last=1, files=files) as checkpoints:
+    with shardwise.Checkpoints(tmp_path, model, optimizer, keep_last=1, files=files) as checkpoints:
         checkpoints.save(1, wait=True)
-        with pytest.warns(UserWarning, match="stay") if rank == 0 else nullcontext():
+        with warns_on_rank_0(rank, "stay"):
             checkpoints.save(2, wait=True)
         checkpoints.save(3, wait=True)
     dist.barrier()  # rank 0 removes behind the others' backs
     assert len(failed) == (rank == 0)
-    assert steps_in(Files(), folder) == [3]
+    assert steps_in(Files(), tmp_path) == [3]
 
 
-def failing_in_the_same_pass(rank: int, world_size: int, folder: str) -> tuple[int, str]:
-    model, optimizer = build()
-    faults = [Fault(0, 5, "sync")] if rank == world_size - 1 else []
-    files = FaultyFiles(Files(), *faults)
-    with shardwise.Checkpoints(folder, model, optimizer, files=files) as checkpoints:
-        checkpoints.save(1)
-        for number in itertools.count():  # as many as the background's thread takes to fail
-            try:
-                model(torch.zeros(1, 13)).sum().backward()
-            except CheckpointError as error:
-                checkpoints.save(1, wait=True)
-                return number, str(error)
-    raise AssertionError("nothing was raised")
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_a_failure_in_the_background_is_raised_in_the_same_pass_on_every_rank(
-    tmp_path: Path, world_size: int
-) -> None:
-    results = run_ranks(failing_in_the_same_pass, world_size, str(tmp_path))
-    assert len(set(results)) == 1 and "(errno 5)" in results[0][1]
-
-
-@each_rank(2)
-def test_a_default_device_disturbs_neither_saves_nor_loads(
-    rank: int, world_size: int, folder: Path
-) -> None:
+@on_ranks(2)
+def test_a_default_device_disturbs_neither_saves_nor_loads(tmp_path):
     with torch.device("meta"):
         model = shardwise.shard(nn.Linear(4, 4), stage=3)
         optimizer = torch.optim.AdamW(model.parameters())
-        shardwise.save(folder, model, optimizer, step=1)
-        shardwise.load(folder, model, optimizer)
-        with shardwise.Checkpoints(folder, model, optimizer) as checkpoints:
+        shardwise.save(tmp_path, model, optimizer, step=1)
+        shardwise.load(tmp_path, model, optimizer)
+        with shardwise.Checkpoints(tmp_path, model, optimizer) as checkpoints:
             checkpoints.save(2, wait=True)

@@ -1,14 +1,10 @@
 """Checkpoints of models over several meshes: saved under any of them, loaded under any other."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -25,7 +21,7 @@ WIDTH, HIDDEN = NormedBlock.WIDTH, NormedBlock.HIDDEN
 
 
 class Block(NormedBlock):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.register_buffer("seen", torch.zeros(HIDDEN, 2))
 
@@ -49,17 +45,17 @@ class How:
     experts: bool = False  # one weight is a DTensor over some of the ranks that share the others
 
     @property
-    def world(self) -> int:
+    def world(self):
         return self.dp * self.tp
 
 
-def build(how: How) -> tuple[nn.Module, torch.optim.Optimizer]:
+def build(how):
     """Return a model and an optimizer with its state, all elements zero."""
     names = ("replicate", "shard", "tp")
     sizes = (how.replicas, how.dp // how.replicas, how.tp)
     world = init_device_mesh("cpu", sizes, mesh_dim_names=names)
     dp = world["replicate", "shard"] if how.replicas > 1 else world["shard"]
-    model: Any = Net()
+    model = Net()
     if how.experts:
         world = init_device_mesh("cpu", (how.dp, how.tp), mesh_dim_names=("efsdp", "ep"))
         dp, up = world._flatten("all"), model.layers[1].up
@@ -69,7 +65,7 @@ def build(how: How) -> tuple[nn.Module, torch.optim.Optimizer]:
         for block in model.layers:
             parallelize_module(block, world["tp"], plan)
             whole = block.seen
-            cut: Any = [Shard(0)]
+            cut = [Shard(0)]
             block.seen = distribute_tensor(whole, world["tp"], cut)
     if how.fully:
         place = (lambda p: Shard(1) if p.shape == (4, WIDTH) else None) if how.dims else None
@@ -77,7 +73,7 @@ def build(how: How) -> tuple[nn.Module, torch.optim.Optimizer]:
             fully_shard(block, mesh=dp)
         fully_shard(model, mesh=dp, shard_placement_fn=place)
     else:
-        placements: dict[str, Any] = {}
+        placements = {}
         if how.dims:
             placements["head.weight"] = Shard(1)
         if how.experts:
@@ -98,7 +94,7 @@ def build(how: How) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def tensors(model, optimizer):
     """Return this rank's tensors of all state, as they are held."""
     found = dict(model.named_parameters()) | dict(model.named_buffers())
     for name, param in model.named_parameters():
@@ -108,7 +104,7 @@ def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Ten
 
 
 @torch.no_grad()
-def numbers_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+def numbers_of(model, optimizer):
     """Return a number for each element that this rank has, the same however it is cut."""
     found = []
     for number, tensor in enumerate(tensors(model, optimizer).values()):
@@ -124,22 +120,18 @@ def numbers_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tenso
     return found
 
 
-def here(tensor: Tensor) -> Tensor:
+def here(tensor):
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
-def fill(
-    model: nn.Module, optimizer: torch.optim.Optimizer, save: int, numbers: list[Tensor]
-) -> None:
+def fill(model, optimizer, save, numbers):
     """Give each element its number in this save."""
     for tensor, own in zip(tensors(model, optimizer).values(), numbers, strict=True):
         here(tensor).copy_(own + 10**5 * save)
 
 
-def wrong(
-    model: nn.Module, optimizer: torch.optim.Optimizer, save: int, numbers: list[Tensor]
-) -> list[str]:
+def wrong(model, optimizer, save, numbers):
     """Return what of this rank is not as `fill` made it."""
     return [
         name
@@ -148,7 +140,7 @@ def wrong(
     ]
 
 
-def save_as(rank: int, world_size: int, hows: list[How], folder: Path) -> list[int]:
+def save_as(rank, world_size, hows, folder):
     """Save under each way, at once and in the background; return the formats."""
     formats = []
     for number, how in enumerate(hows):
@@ -169,9 +161,7 @@ def save_as(rank: int, world_size: int, hows: list[How], folder: Path) -> list[i
     return formats
 
 
-def load_as(
-    rank: int, world_size: int, hows: list[How], saves: list[tuple[int, int, Path]], every: int
-) -> list[str]:
+def load_as(rank, world_size, hows, saves, every):
     """Load one of so many checkpoints under each way, others under the next; return what is wrong.
 
     With 1, every checkpoint under every way.
@@ -190,7 +180,7 @@ def load_as(
     return problems
 
 
-WAYS: dict[int, list[How]] = {
+WAYS = {
     1: [How(1, 1)],
     3: [How(3, 1, 2, "flat"), How(1, 3), How(3, 1, dims=True)],
     4: [
@@ -207,7 +197,7 @@ WAYS: dict[int, list[How]] = {
 WAYS[3][2] = How(3, 1, fully=True, dims=True)
 
 
-def in_fresh_ranks(fn: Any, size: int, *args: Any) -> list[Any]:
+def in_fresh_ranks(fn, size, *args):
     """Run in processes of their own: DTensor keeps meshes, whose groups a pool would have ended."""
     outcomes = start_ranks(fn, size, *args).wait()
     if not all(outcome.ok for outcome in outcomes):
@@ -215,7 +205,7 @@ def in_fresh_ranks(fn: Any, size: int, *args: Any) -> list[Any]:
     return [outcome.result for outcome in outcomes]
 
 
-def save_all(folder: Path) -> list[tuple[int, int, Path]]:
+def save_all(folder):
     """Save under every way; return which one it was, of how many ranks, and where."""
     found = []
     for size, hows in WAYS.items():
@@ -229,19 +219,17 @@ def save_all(folder: Path) -> list[tuple[int, int, Path]]:
 
 
 @pytest.fixture(scope="module")
-def saves(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, int, Path]]:
+def saves(tmp_path_factory):
     return save_all(tmp_path_factory.mktemp("saves"))
 
 
 @pytest.mark.parametrize("size", [1, 3, 4])
-def test_what_is_saved_over_any_meshes_loads_over_any_others(
-    saves: list[tuple[int, int, Path]], size: int, every: int = 7
-) -> None:
+def test_what_is_saved_over_any_meshes_loads_over_any_others(saves, size, every=7):
     problems = in_fresh_ranks(load_as, size, WAYS[size], saves, every)
     assert not any(problems), problems
 
 
-def test_a_plain_model_in_one_process_loads_pieces(saves: list[tuple[int, int, Path]]) -> None:
+def test_a_plain_model_in_one_process_loads_pieces(saves):
     for save, _, path in saves[::3]:
         model = Net()
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False)

@@ -1,17 +1,13 @@
 """Tensors in pieces, over several meshes: what is saved so is read back as it was, by anybody."""
 
-from __future__ import annotations
-
 import json
 import re
 import warnings
-from collections.abc import Callable
 from contextlib import closing, suppress
 from copy import deepcopy
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,15 +18,13 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from typer.testing import CliRunner
 
-from disk import SimulatedDisk
+from disk import SimulatedDisk, Watched
 from hostile import sealed
 from inner import (
     CHUNK_BYTES,
     Checkpoint,
     Files,
     Item,
-    OptimizerRow,
-    Table,
     TensorRow,
     Written,
     check_quickly,
@@ -38,7 +32,7 @@ from inner import (
     unseal,
     verify,
 )
-from saving import bits
+from saving import bits, flip
 from shardwise.cli.main import app
 from shardwise.convert.export import export_huggingface
 from shardwise.errors import CheckpointError, DamagedCheckpoint
@@ -49,7 +43,7 @@ from worlds import Unit, World, grid, regions, save_world, slices, worlds
 PLACE = Path("/run/step-00000003")
 
 
-def saved(world: World) -> tuple[SimulatedDisk, Checkpoint]:
+def saved(world):
     disk = SimulatedDisk()
     results = save_world(disk, PLACE, [world.table_of(rank) for rank in range(world.num_ranks)])
     assert all(isinstance(result, Written) for result in results), results
@@ -57,16 +51,14 @@ def saved(world: World) -> tuple[SimulatedDisk, Checkpoint]:
     return disk, Checkpoint(disk, PLACE, manifest)
 
 
-def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
+def same(found, expected):
     packed = torch.empty(expected.numel(), dtype=expected.dtype).copy_(expected.reshape(-1))
     return found.dtype == expected.dtype and torch.equal(bits(found), bits(packed))
 
 
 @settings(max_examples=40)
 @given(worlds(), st.data())
-def test_every_element_of_every_piece_is_read_back_whole_and_in_any_other_piece(
-    world: World, data: Any
-) -> None:
+def test_every_element_of_every_piece_is_read_back_whole_and_in_any_other_piece(world, data):
     disk, source = saved(world)
     with closing(source):
         expected = world.expected()
@@ -110,13 +102,11 @@ EXAMPLE = World(
 )
 
 
-def tables(world: World = EXAMPLE) -> list[Table]:
+def tables(world=EXAMPLE):
     return [world.table_of(rank) for rank in range(world.num_ranks)]
 
 
-def test_a_piece_that_several_groups_hold_is_written_once_and_a_rank_reads_its_own_directly() -> (
-    None
-):
+def test_a_piece_that_several_groups_hold_is_written_once_and_a_rank_reads_its_own_directly():
     _, source = saved(EXAMPLE)
     manifest = source.manifest
     rows = [row.info.key for row in manifest.tensors]
@@ -135,7 +125,7 @@ def test_a_piece_that_several_groups_hold_is_written_once_and_a_rank_reads_its_o
         assert source.opened == opened
 
 
-def test_a_checkpoint_of_one_mesh_is_written_to_the_byte_as_before_there_were_pieces() -> None:
+def test_a_checkpoint_of_one_mesh_is_written_to_the_byte_as_before_there_were_pieces():
     digest = sha256()
     for name, data in sorted(disk_with(3, {2: "B"}).tree().items()):
         if "step-" in name:
@@ -144,25 +134,7 @@ def test_a_checkpoint_of_one_mesh_is_written_to_the_byte_as_before_there_were_pi
     assert digest.hexdigest() == known
 
 
-class Watching(Files):
-    """Files that note the size of each read."""
-
-    def __init__(self) -> None:
-        self.reads: list[int] = []
-
-    def open(self, path: Path) -> Any:
-        reader, reads = super().open(path), self.reads
-        read_into = reader.read_into
-
-        def watched(offset: int, buffer: memoryview) -> None:
-            reads.append(len(buffer))
-            read_into(offset, buffer)
-
-        reader.read_into = watched  # type: ignore[method-assign]
-        return reader
-
-
-def test_other_pieces_are_read_chunk_by_chunk_and_each_chunk_once(tmp_path: Path) -> None:
+def test_other_pieces_are_read_chunk_by_chunk_and_each_chunk_once(tmp_path):
     shape = (1400, 1300)  # pieces of several chunks, whose rows end inside chunks
     saved_as, wanted = grid(shape, [[700], [500]]), grid(shape, [[900], [300, 1000]])
     meshes = [((rank,),) for rank in range(4)]
@@ -170,31 +142,32 @@ def test_other_pieces_are_read_chunk_by_chunk_and_each_chunk_once(tmp_path: Path
     world = World(4, (Unit(shape, torch.float32, "flat", cells),))
     results = save_world(Files(), tmp_path / "c", tables(world))
     assert all(isinstance(result, Written) for result in results), results
-    truth, files = world.truth["u0.a"], Watching()
+    truth, files = world.truth["u0.a"], Watched()
     with closing(Checkpoint(files, tmp_path / "c")) as source:
         info = next(i for i in source.tensors if i.key == "u0.a")
         for rank in range(4):
             source.index_of(rank)
         for region in (*wanted, full_region(shape)):
-            files.reads.clear()
+            for reads in files.reads.values():
+                reads.clear()
             found = source.read(info, 0, region.numel, region)
             assert same(found, truth[slices(region)])
             touched = sum(
                 -(-piece.numel * 4 // CHUNK_BYTES) for piece in saved_as if piece.common(region)
             )
             # The first row, the middle and the last row of a range of several rows are one chunk.
-            assert max(files.reads) <= CHUNK_BYTES and len(files.reads) <= touched
-        assert sum(files.reads) == truth.nbytes
+            sizes = [hi - lo for reads in files.reads.values() for lo, hi in reads]
+            assert max(sizes) <= CHUNK_BYTES and len(sizes) <= touched
+        assert sum(sizes) == truth.nbytes
 
 
-def test_damage_in_a_piece_is_found_by_who_reads_it_and_by_no_other(tmp_path: Path) -> None:
+def test_damage_in_a_piece_is_found_by_who_reads_it_and_by_no_other(tmp_path):
     folder = tmp_path / "c"
     save_world(Files(), folder, tables())
     path = folder / "rank00002-0.safetensors"
-    data = bytearray(path.read_bytes())
+    data = path.read_bytes()
     begin = 8 + int.from_bytes(data[:8], "little")
-    data[begin + json.loads(data[8:begin])["u0.a"]["data_offsets"][0]] ^= 4
-    path.write_bytes(data)
+    flip(path, begin + json.loads(data[8:begin])["u0.a"]["data_offsets"][0])
     found = verify(Files(), folder)
     assert {finding.tensor for finding in found.findings} == {"u0.a"}, found.findings
     with closing(Checkpoint(Files(), folder)) as source:
@@ -205,7 +178,7 @@ def test_damage_in_a_piece_is_found_by_who_reads_it_and_by_no_other(tmp_path: Pa
                 source.read(info, 0, region.numel, region)
 
 
-def test_other_formats_and_commands_see_whole_tensors(tmp_path: Path) -> None:
+def test_other_formats_and_commands_see_whole_tensors(tmp_path):
     folder = tmp_path / "step-00000003"
     save_world(Files(), folder, tables())
     expected = EXAMPLE.expected()
@@ -230,30 +203,30 @@ def test_other_formats_and_commands_see_whole_tensors(tmp_path: Path) -> None:
 # -- what does not fit together
 
 
-def changed(rank: int, **fields: Any) -> list[Table]:
+def changed(rank, **fields):
     found = tables()
     found[rank] = replace(found[rank], **fields)
     return found
 
 
-def optimizer_of(rank: int, **settings: Any) -> OptimizerRow:
+def optimizer_of(rank, **settings):
     row = EXAMPLE.table_of(rank).optimizer
     assert row is not None
     return row.model_copy(update={"groups": [row.groups[0] | settings]})
 
 
-def without(rank: int, *states: str) -> tuple[Item, ...]:
+def without(rank, *states):
     return tuple(i for i in EXAMPLE.table_of(rank).sharded if i.info.state not in states)
 
 
-def as_bf16(items: tuple[Item, ...]) -> tuple[Item, ...]:
+def as_bf16(items):
     return tuple(
         Item(TensorRow(**{**item.row.model_dump(), "dtype": "BF16"}), item.data.bfloat16(), item.lo)
         for item in items
     )
 
 
-def alike(rank: int, **fields: Any) -> list[Table]:
+def alike(rank, **fields):
     """Return ranks that hold the same tensors over one mesh, one of them changed."""
     mesh = (((0, 1, 2, 3),),)
     made = [
@@ -265,7 +238,7 @@ def alike(rank: int, **fields: Any) -> list[Table]:
 
 
 WRONG = TensorRow(kind="buffer", name="w1", dtype="I64", shape=(2,))
-UNFIT: dict[str, tuple[list[Table], str]] = {
+UNFIT = {
     "one of a mesh was not stepped": (
         changed(3, sharded=without(3, "exp_avg")),
         r"rank 3 has other tensors to save than rank 2, with which it cuts them: 'optim.state.u0",
@@ -313,7 +286,7 @@ UNFIT: dict[str, tuple[list[Table], str]] = {
 
 
 @pytest.mark.parametrize("what", UNFIT)
-def test_ranks_whose_tensors_do_not_fit_together_all_say_which_and_why(what: str) -> None:
+def test_ranks_whose_tensors_do_not_fit_together_all_say_which_and_why(what):
     made, reason = UNFIT[what]
     disk = SimulatedDisk()
     results = save_world(disk, PLACE, made)
@@ -326,12 +299,12 @@ def test_ranks_whose_tensors_do_not_fit_together_all_say_which_and_why(what: str
 # -- manifests of an attacker
 
 
-def rows_of(value: Any, name: str = "u0.a") -> list[Any]:
+def rows_of(value, name="u0.a"):
     return [r for r in value["tensors"] if r["name"] == name and r["kind"] == "param"]
 
 
-def set_in(*path: Any, to: Any) -> Callable[[Any], None]:
-    def change(value: Any) -> None:
+def set_in(*path, to):
+    def change(value):
         place = rows_of(value) if path[0] == "rows" else value[path[0]]
         for step in path[1:-1]:
             place = place[step]
@@ -340,11 +313,11 @@ def set_in(*path: Any, to: Any) -> Callable[[Any], None]:
     return change
 
 
-def many_meshes(value: Any) -> None:
+def many_meshes(value):
     value["meshes"] += [{"ranks": [[n % 4]]} for n in range(20_000)]
 
 
-def many_pieces(value: Any) -> None:
+def many_pieces(value):
     """Twenty thousand pieces of which two are one."""
     first, _ = rows_of(value)
     value["tensors"] = [
@@ -354,13 +327,13 @@ def many_pieces(value: Any) -> None:
     ]
 
 
-def no_meshes(value: Any) -> None:
+def no_meshes(value):
     del value["meshes"]
     for row in value["layouts"]:
         row.pop("mesh", None)
 
 
-FORGED: dict[str, tuple[Callable[[Any], None], str]] = {
+FORGED = {
     "a piece twice": (set_in("rows", 1, "at", to=[0, 0]), "pieces of 'u0.a' are not the whole"),
     "a gap": (set_in("rows", 0, "at", to=[0, 1]), "pieces of 'u0.a' are not the whole|inside"),
     "a piece that sticks out": (set_in("rows", 1, "at", to=[1, 2]), "not inside the tensor"),
@@ -387,13 +360,13 @@ FORGED: dict[str, tuple[Callable[[Any], None], str]] = {
 
 
 @pytest.fixture(scope="module")
-def example() -> Any:
+def example():
     disk, _ = saved(EXAMPLE)
     return unseal(disk.tree()[f"{PLACE}/manifest.json"], "x")
 
 
 @pytest.mark.parametrize("what", FORGED)
-def test_a_forged_manifest_of_pieces_is_damage_with_its_place(example: Any, what: str) -> None:
+def test_a_forged_manifest_of_pieces_is_damage_with_its_place(example, what):
     forge, reason = FORGED[what]
     value = deepcopy(example)
     forge(value)
@@ -401,7 +374,7 @@ def test_a_forged_manifest_of_pieces_is_damage_with_its_place(example: Any, what
         parse_manifest(sealed(json.dumps(value)), "x")
 
 
-def test_many_meshes_and_pieces_are_read_in_their_numbers(example: Any) -> None:
+def test_many_meshes_and_pieces_are_read_in_their_numbers(example):
     value = deepcopy(example)
     many_meshes(value)
     row = {"kind": "buffer", "name": "many", "dtype": "I8", "shape": [1], "of": [10_000]}
@@ -414,9 +387,7 @@ def test_many_meshes_and_pieces_are_read_in_their_numbers(example: Any) -> None:
 
 @settings(max_examples=100)
 @given(st.data())
-def test_a_number_that_is_changed_anywhere_is_damage_or_changes_nothing_that_is_read(
-    example: Any, data: Any
-) -> None:
+def test_a_number_that_is_changed_anywhere_is_damage_or_changes_nothing_that_is_read(example, data):
     """Forge one number of the manifest of a checkpoint on disk, then read all that it claims."""
     disk, _ = saved(EXAMPLE)
     text = json.dumps({k: v for k, v in example.items() if k not in ("saved_at", "run")})

@@ -1,11 +1,8 @@
-"""The stages of a pipeline are one model: one checkpoint, one norm, one check of replicas."""
-
-from pathlib import Path
-from typing import Any
+"""The stages of a pipeline are one model: one checkpoint, one check of replicas."""
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -13,11 +10,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 import shardwise
-from inner import Checkpoint, Files, check_quickly
 from models import Block
-from ranks import run_ranks
-from saving import each_rank
-from shardwise.convert.export import export_huggingface
+from ranks import on_ranks
 from shardwise.engine.api import engine_of
 from shardwise.errors import CheckpointError, ReplicaError
 from shardwise.interop.fsdp2 import fully_shard
@@ -28,14 +22,14 @@ NUM_LAYERS = 4
 class Net(nn.Module):
     """A model, or the layers of it that one stage has, under the names of the whole."""
 
-    def __init__(self, layers: range = range(NUM_LAYERS)) -> None:
+    def __init__(self, layers=range(NUM_LAYERS)):
         super().__init__()
         torch.manual_seed(0)
         blocks = {str(number): Block() for number in range(NUM_LAYERS)}
         self.layers = nn.ModuleDict({name: blocks[name] for name in map(str, layers)})
         self.register_buffer(f"seen_{layers[0]}", torch.full((3,), float(layers[0])))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for block in self.layers.values():
             x = block(x)
         return x
@@ -44,16 +38,16 @@ class Net(nn.Module):
 class Whole(Net):
     """The model of one process, with the buffers of all stages."""
 
-    def __init__(self, splits: list[int]) -> None:
+    def __init__(self, splits):
         super().__init__()
         for begin in splits[1:]:
             self.register_buffer(f"seen_{begin}", torch.zeros(3))
 
 
-def stage_of(axes: shardwise.Axes, splits: list[int], by: str) -> Any:
+def stage_of(axes, splits, by):
     """Return this rank's stage; ``splits`` are where stages begin."""
     place = axes["pp"].get_local_rank()
-    model: Any = Net(range(splits[place], [*splits, NUM_LAYERS][place + 1]))
+    model = Net(range(splits[place], [*splits, NUM_LAYERS][place + 1]))
     if by == "shard":
         return shardwise.shard(model, mesh=axes, stage=2)
     for block in model.layers.values():
@@ -61,7 +55,7 @@ def stage_of(axes: shardwise.Axes, splits: list[int], by: str) -> Any:
     return fully_shard(model, mesh=axes)
 
 
-def trained(model: nn.Module) -> torch.optim.Optimizer:
+def trained(model):
     """Take a step, each stage on a loss of its own: what it is does not matter here."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
@@ -70,9 +64,9 @@ def trained(model: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
-def whole_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def whole_tensors(model, optimizer):
     """Return this rank's parameters, moments and buffers in full."""
-    found: dict[str, Any] = dict(model.named_buffers())
+    found = dict(model.named_buffers())
     for name, param in model.named_parameters():
         state = optimizer.state.get(param, {})
         for key, value in {"": param, **{k: state[k] for k in sorted(state)}}.items():
@@ -81,21 +75,16 @@ def whole_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
     return found
 
 
-def stages_are_saved_as_one(rank: int, num_ranks: int, folder: Path, by: str) -> None:
+@pytest.mark.parametrize(("num_ranks", "by"), [(2, "fully_shard"), (4, "shard")])
+@on_ranks()
+def test_stages_make_one_checkpoint_that_any_other_model_loads(num_ranks, by, tmp_path):
     axes = shardwise.Axes(pp=2)
     model = stage_of(axes, [0, 2], by)
     optimizer = trained(model)
-    grads = [p.grad.full_tensor() for p in model.parameters()]
-    mine = torch.stack([g.norm() for g in grads]).norm()
-    norms = [torch.zeros(()) for _ in range(num_ranks)]
-    torch.distributed.all_gather(norms, mine)
-    wanted = torch.stack(sorted({float(n): n for n in norms}.values())).norm()
-    found = shardwise.parallel.clip_grad_norm_(model.parameters(), 1e9)
-    torch.testing.assert_close(found, wanted)
-    shardwise.save(folder / "saved", model, optimizer, extra={"step": 3})
+    shardwise.save(tmp_path / "saved", model, optimizer, extra={"step": 3})
     saved = whole_tensors(model, optimizer)
 
-    shown: list[dict[str, Tensor] | None] = [None] * num_ranks
+    shown = [None] * num_ranks
     torch.distributed.all_gather_object(shown, saved)
     everything = {name: t for each in shown if each for name, t in each.items()}
 
@@ -108,7 +97,7 @@ def stages_are_saved_as_one(rank: int, num_ranks: int, folder: Path, by: str) ->
             delattr(other, name)  # of these splits
         other.register_buffer("seen_0", torch.zeros(3))
         other.register_buffer("seen_2", torch.zeros(3))
-        shardwise.load(folder / "saved", other, others)
+        shardwise.load(tmp_path / "saved", other, others)
         loaded = whole_tensors(other, others)
         assert loaded.keys() <= everything.keys()
         assert all(torch.equal(tensor, everything[name]) for name, tensor in loaded.items())
@@ -116,53 +105,23 @@ def stages_are_saved_as_one(rank: int, num_ranks: int, folder: Path, by: str) ->
     missing = stage_of(axes, [0, 3], "shard")
     missing.register_buffer("unknown", torch.zeros(1))
     with pytest.raises(CheckpointError, match=r"1 missing there \(unknown\)"):
-        shardwise.load(folder / "saved", missing)
+        shardwise.load(tmp_path / "saved", missing)
+
+    alone = Whole([0, 2])
+    optimizer = torch.optim.AdamW(alone.parameters(), lr=0.1)
+    loaded = shardwise.load(tmp_path / "saved", alone, optimizer)
+    assert not loaded.missing and not loaded.unexpected
+    assert alone.seen_2.tolist() == [2.0] * 3
+    assert all(optimizer.state[p]["exp_avg"].any() for p in alone.parameters())
 
 
-def one_process_reads(folder: Path) -> None:
-    model = Whole([0, 2])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    loaded = shardwise.load(folder / "saved", model, optimizer)
-    assert not loaded.missing
-    assert not loaded.unexpected
-    assert model.seen_2.tolist() == [2.0] * 3
-    assert all(optimizer.state[p]["exp_avg"].any() for p in model.parameters())
-
-
-def saved_alone(rank: int, num_ranks: int, folder: Path) -> None:
-    model = shardwise.shard(Whole([0, 2]))
-    shardwise.load(folder / "saved", model)
-    shardwise.save(folder / "alone", model)
-
-
-def exported_bytes(folder: Path, name: str) -> bytes:
-    target, saved = folder / f"{name} exported", folder / name
-    files = Files()
-    checkpoint = Checkpoint(files, saved, check_quickly(files, saved)[0])
-    export_huggingface(checkpoint, target, files=files)
-    return (target / "model.safetensors").read_bytes()
-
-
-@pytest.mark.parametrize(("num_ranks", "by"), [(2, "fully_shard"), (4, "shard")])
-def test_stages_make_one_checkpoint_that_any_other_model_loads(
-    num_ranks: int, by: str, tmp_path: Path
-) -> None:
-    run_ranks(stages_are_saved_as_one, num_ranks, tmp_path, by)
-    one_process_reads(tmp_path)
-    run_ranks(saved_alone, 1, tmp_path)
-    exported = [exported_bytes(tmp_path, name) for name in ("saved", "alone")]
-    assert exported[0] == exported[1]
-
-
-@each_rank(2)
-def test_no_stage_waits_for_others_inside_its_pass_while_a_save_is_in_flight(
-    rank: int, world_size: int, folder: Path
-) -> None:
+@on_ranks(2)
+def test_no_stage_waits_for_others_inside_its_pass_while_a_save_is_in_flight(rank, tmp_path):
     axes = shardwise.Axes(pp=2)
     model = stage_of(axes, [0, 2], "shard")
     optimizer = trained(model)
     x = torch.ones(2, 8)
-    with shardwise.Checkpoints(folder / "run", model, optimizer) as checkpoints:
+    with shardwise.Checkpoints(tmp_path / "run", model, optimizer) as checkpoints:
         checkpoints.save(1)
         if rank == 1:  # a stage's pass begins when the stage before has ended its own
             torch.distributed.recv(x, 0)
@@ -173,10 +132,11 @@ def test_no_stage_waits_for_others_inside_its_pass_while_a_save_is_in_flight(
         checkpoints.check()
 
 
-def one_stage_alone_is_tensor_parallel(rank: int, num_ranks: int, folder: Path) -> None:
+@on_ranks(4)
+def test_all_ranks_are_found_where_one_stage_alone_is_tensor_parallel(num_ranks, tmp_path):
     axes = shardwise.Axes(pp=2, tp=2)
     place = axes["pp"].get_local_rank()
-    model: Any = Net(range(2 * place, 2 * place + 2))
+    model = Net(range(2 * place, 2 * place + 2))
     for block in model.layers.values() if place == 1 else ():
         linears = [name for name, each in block.named_modules() if isinstance(each, nn.Linear)]
         parallelize_module(
@@ -184,18 +144,15 @@ def one_stage_alone_is_tensor_parallel(rank: int, num_ranks: int, folder: Path) 
         )
     model = shardwise.shard(model, mesh=axes)
     assert engine_of(model).everyone.members == list(range(num_ranks))
-    shardwise.save(folder / "mixed", model)
-
-
-def test_all_ranks_are_found_where_one_stage_alone_is_tensor_parallel(tmp_path: Path) -> None:
-    run_ranks(one_stage_alone_is_tensor_parallel, 4, tmp_path)
+    shardwise.save(tmp_path / "mixed", model)
     whole = Whole([0, 2])
     shardwise.load(tmp_path / "mixed", whole)
     wanted = dict(Net().named_parameters())
     assert all(torch.equal(param, wanted[name]) for name, param in whole.named_parameters())
 
 
-def a_flipped_bit_is_named(rank: int, num_ranks: int) -> None:
+@on_ranks(4)
+def test_replicas_of_a_stage_are_compared_with_each_other(rank):
     axes = shardwise.Axes(pp=2, dp_replicate=2)
     model = stage_of(axes, [0, 1], "shard")
     optimizer = trained(model)
@@ -205,7 +162,3 @@ def a_flipped_bit_is_named(rank: int, num_ranks: int) -> None:
         param.sharded.to_local().view(-1)[0] += 1
     with pytest.raises(ReplicaError, match=r"'layers\.\d\.[\w.]+', value: ranks 2, 3 differ"):
         shardwise.check.replicas(model, optimizer)
-
-
-def test_replicas_of_a_stage_are_compared_with_each_other() -> None:
-    run_ranks(a_flipped_bit_is_named, 4)

@@ -1,23 +1,20 @@
 """A checkpoint of any ranks loads into a plain model; what cannot be read, and what fails late."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
 
 import shardwise
 from inner import step_name
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from saving import (
     Net,
     Setting,
-    adamw,
     build,
     differences,
-    each_rank,
+    flip,
     full,
+    plain,
     take_step,
     tokens_of,
     truth_of,
@@ -25,34 +22,7 @@ from saving import (
 from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint
 
 
-class Plain:
-    """A plain model with an optimizer, and what belongs to it."""
-
-    def __init__(self, seed: int, **options: Any) -> None:
-        torch.manual_seed(seed)
-        self.model = Net(**options)
-        self.optimizer = adamw(self.model)
-        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=3.0)
-        self.scaler.scale(torch.ones(()))
-
-    @property
-    def extra(self) -> dict[str, Any]:
-        return {"schedule": self.schedule, "scaler": self.scaler}
-
-
-def truth_of_plain(run: Plain) -> dict[str, Any]:
-    truth: dict[str, Any] = {}
-    for name, p in run.model.named_parameters(remove_duplicate=False):
-        truth[f"param {name}"] = full(p)
-        truth |= {f"state {name} {k}": full(v) for k, v in run.optimizer.state.get(p, {}).items()}
-    truth |= {f"buffer {n}": full(b) for n, b in run.model.named_buffers() if n != "scratch"}
-    truth |= {f"group 0 {k}": v for k, v in run.optimizer.param_groups[0].items() if k != "params"}
-    truth |= {f"schedule {k}": v for k, v in run.schedule.state_dict().items()}
-    return truth | {f"scaler {k}": v for k, v in run.scaler.state_dict().items()}
-
-
-def save(rank: int, world_size: int, folder: Path, setting: Setting) -> tuple[Any, Any]:
+def save(rank, world_size, folder, setting):
     """Save steps 1 and 2; return the truth of both."""
     run, truths = build(setting, 2), []
     for step in (1, 2):
@@ -62,35 +32,27 @@ def save(rank: int, world_size: int, folder: Path, setting: Setting) -> tuple[An
     return tuple(truths)
 
 
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-
-
 @pytest.mark.parametrize("setting", [Setting(1, 2), Setting(3, 3, "flat")], ids=str)
-def test_a_plain_model_gets_the_same_bits_without_a_process_group(
-    tmp_path: Path, setting: Setting
-) -> None:
+def test_a_plain_model_gets_the_same_bits_without_a_process_group(tmp_path, setting):
     older, newest = run_ranks(save, setting.num_ranks, tmp_path, setting)[0]
     assert not dist.is_initialized()
-    run = Plain(7)
+    run = plain(7)
     loaded = shardwise.load(tmp_path, run.model, run.optimizer, extra=run.extra)
     assert (loaded.step, loaded.num_ranks_saved) == (2, setting.num_ranks)
-    assert differences(truth_of_plain(run), newest) == []
+    assert differences(truth_of(run), newest) == []
     assert all(type(v) is torch.Tensor for s in run.optimizer.state.values() for v in s.values())
     assert all(p.grad is None for p in run.model.parameters())
     run.model(tokens_of(3, 0, 1)).sum().backward()  # it trains on
     run.optimizer.step()
     shardwise.load(tmp_path / step_name(1), run.model, run.optimizer, extra=run.extra)
-    assert differences(truth_of_plain(run), older) == []
-    weights = Plain(8).model.eval()
+    assert differences(truth_of(run), older) == []
+    weights = plain(8).model.eval()
     shardwise.load(tmp_path, weights, step=2, restore_generators=False)
     got = {f"param {n}": full(p) for n, p in weights.named_parameters(remove_duplicate=False)}
     assert differences(got, {k: v for k, v in newest.items() if k.startswith("param")}) == []
 
 
-def _ddp(model: torch.nn.Module) -> torch.nn.Module:
+def _ddp(model):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         return torch.nn.parallel.DistributedDataParallel(model)
@@ -98,51 +60,49 @@ def _ddp(model: torch.nn.Module) -> torch.nn.Module:
         dist.destroy_process_group()
 
 
-def test_a_plain_model_refuses_what_does_not_fit_and_falls_back_from_damage(
-    tmp_path: Path,
-) -> None:
+def test_a_plain_model_refuses_what_does_not_fit_and_falls_back_from_damage(tmp_path):
     older, _ = run_ranks(save, 2, tmp_path, Setting(2))[0]
-    run = Plain(7)
+    run = plain(7)
     run.model.few = torch.nn.Parameter(torch.zeros(3))
-    before = truth_of_plain(run)
+    before = truth_of(run)
     with pytest.raises(ConfigError, match=r"DistributedDataParallel.*give ddp\.module"):
         shardwise.load(tmp_path, _ddp(run.model))
     with pytest.raises(ConfigError, match=r"expected an nn\.Module, got int"):
-        shardwise.load(tmp_path, [1])  # type: ignore[arg-type]
+        shardwise.load(tmp_path, [1])
     with pytest.raises(ConfigError, match=r"not one of the model's; build") as caught:
         shardwise.load(tmp_path, Net(), run.optimizer)
     assert "shard" not in str(caught.value)
     with pytest.raises(CheckpointError, match=r"'few' has shape \(2,\) there and \(3,\) here"):
         shardwise.load(tmp_path, run.model, run.optimizer)
-    assert differences(truth_of_plain(run), before) == []
+    assert differences(truth_of(run), before) == []
     with torch.device("meta"):
         empty = Net()
     with pytest.raises(ConfigError, match=r"meta device.*to_empty"):
         shardwise.load(tmp_path, empty)
     flip(tmp_path / step_name(2) / "rank00001-0.safetensors")
-    run = Plain(7)
+    run = plain(7)
     with pytest.warns(UserWarning, match=r"rank00001-0.safetensors"):
         loaded = shardwise.load(tmp_path, run.model, run.optimizer, extra=run.extra)
     assert loaded.step == 1
-    assert differences(truth_of_plain(run), older) == []
+    assert differences(truth_of(run), older) == []
     with pytest.raises(DamagedCheckpoint, match=r"do not use that before a load has succeeded"):
         shardwise.load(tmp_path, run.model, run.optimizer, step=2)
 
 
-def load_alone(rank: int, world_size: int, folder: Path, expected: Any) -> list[str]:
+def load_alone(rank, world_size, folder, expected):
     """Only rank 0 loads, then all do: nothing waits for anybody."""
     problems = []
     for who in (range(1), range(world_size)):
         if rank in who:
-            run = Plain(rank)
+            run = plain(rank)
             shardwise.load(folder, run.model, run.optimizer, extra=run.extra)
-            here = {k: v for k, v in truth_of_plain(run).items() if not k.startswith("buffer")}
+            here = {k: v for k, v in truth_of(run).items() if not k.startswith("buffer")}
             there = {k: v for k, v in expected.items() if not k.startswith("buffer")}
             problems += differences(here, there)
     return problems
 
 
-def test_each_process_of_a_group_loads_a_plain_model_on_its_own(tmp_path: Path) -> None:
+def test_each_process_of_a_group_loads_a_plain_model_on_its_own(tmp_path):
     _, newest = run_ranks(save, 2, tmp_path, Setting(2, 1))[0]
     assert run_ranks(load_alone, 3, tmp_path, newest) == [[]] * 3
 
@@ -155,41 +115,39 @@ class Stubborn(torch.nn.Linear):
 
     refuses = False
 
-    def get_extra_state(self) -> Any:
+    def get_extra_state(self):
         return {"version": 2}
 
-    def set_extra_state(self, state: Any) -> None:
+    def set_extra_state(self, state):
         if self.refuses:
             raise KeyError("version 3 was expected")
 
 
-@each_rank(2)
+@on_ranks(2)
 def test_a_checkpoint_that_fits_all_ranks_but_one_changes_nothing_on_any(
-    rank: int, world_size: int, root: Path
-) -> None:
+    rank, world_size, tmp_path
+):
     run = build(Setting(world_size, 3))
     take_step(run, 1, norm=False)
-    shardwise.save(root / "one", run.model, run.optimizer, extra={"n": 1})
+    shardwise.save(tmp_path / "one", run.model, run.optimizer, extra={"n": 1})
     take_step(run, 2, norm=False)
     before = truth_of(run)
     extra = {"m": 1} if rank == world_size - 1 else {"n": 1}
     with pytest.raises(CheckpointError, match=f"rank {world_size - 1}: extra: .* no 'm'"):
-        shardwise.load(root / "one", run.model, run.optimizer, extra=extra)
+        shardwise.load(tmp_path / "one", run.model, run.optimizer, extra=extra)
     assert differences(truth_of(run), before) == []
 
 
 class Scheduler:
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"last": 1}
 
-    def load_state_dict(self, state: Any) -> None:
+    def load_state_dict(self, state):
         raise ValueError("not of this kind")
 
 
-@each_rank(2)
-def test_what_fails_late_is_found_early_or_named_and_nothing_runs(
-    rank: int, world_size: int, root: Path
-) -> None:
+@on_ranks(2)
+def test_what_fails_late_is_found_early_or_named_and_nothing_runs(rank, world_size, tmp_path):
     from shardwise.checkpoint import save_load
     from shardwise.errors import StateError
 
@@ -197,28 +155,28 @@ def test_what_fails_late_is_found_early_or_named_and_nothing_runs(
     optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1))
     read = save_load.read_generators
     save_load.read_generators = lambda device: read(device) | {"torch": "AAAA"}
-    shardwise.save(root / "short", model, optimizer, extra={"s": Scheduler()})
+    shardwise.save(tmp_path / "short", model, optimizer, extra={"s": Scheduler()})
     save_load.read_generators = read
-    shardwise.save(root / "good", model, optimizer, extra={"s": Scheduler()})
+    shardwise.save(tmp_path / "good", model, optimizer, extra={"s": Scheduler()})
     with torch.no_grad():
         for param in model.parameters():
             param.fill_(9)
     with pytest.raises(CheckpointError, match="state of the torch generator does not fit"):
-        shardwise.load(root / "short", model, optimizer)
+        shardwise.load(tmp_path / "short", model, optimizer)
     assert all((p.to_local() == 9).all() for p in model.parameters()), "changed before it was seen"
     model(torch.ones(1, 3))
     Stubborn.refuses = rank == world_size - 1
     with pytest.raises(
         CheckpointError, match=r"set_extra_state\(\) of module '1' \(Stubborn\) raised KeyError"
     ):
-        shardwise.load(root / "good", model, optimizer)
+        shardwise.load(tmp_path / "good", model, optimizer)
     with pytest.raises(StateError, match=r"module '1'"):
         model(torch.ones(1, 3))
     Stubborn.refuses = False
     with pytest.raises(CheckpointError, match=r"extra\['s'\].load_state_dict\(\) \(Scheduler\)"):
-        shardwise.load(root / "good", model, optimizer, extra={"s": Scheduler()})
-    shardwise.load(root / "good", model, optimizer)
+        shardwise.load(tmp_path / "good", model, optimizer, extra={"s": Scheduler()})
+    shardwise.load(tmp_path / "good", model, optimizer)
     model(torch.ones(1, 3))
     optimizer.param_groups[0]["lr"] = torch.tensor([0.5])  # of another shape than what was saved
-    shardwise.load(root / "good", model, optimizer)
+    shardwise.load(tmp_path / "good", model, optimizer)
     assert optimizer.param_groups[0]["lr"] == torch.tensor(0.1)

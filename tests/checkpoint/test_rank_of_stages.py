@@ -1,19 +1,14 @@
 """A rank with several stages of a pipeline: they are saved, loaded, clipped and checked as one."""
 
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 
 import shardwise
 from inner import Checkpoint, Files
 from pipelines import NUM_BLOCKS, Net, batch_of, full, loss_of, pipeline_of, stage_of, whole_batch
-from ranks import run_ranks
-from saving import each_rank
+from ranks import on_ranks, run_ranks
 from shardwise.convert.export import export_huggingface
 from shardwise.engine.api import engine_of
 from shardwise.errors import CheckpointError, ConfigError, ReplicaError
@@ -21,19 +16,19 @@ from shardwise.errors import CheckpointError, ConfigError, ReplicaError
 LIST_OF_OPTIMIZERS = ("fully_shard",)  # the other way has one over all stages
 
 
-def optimizers_of(parts: Sequence[nn.Module], by: str) -> Any:
+def optimizers_of(parts, by):
     if by in LIST_OF_OPTIMIZERS:
         return [torch.optim.AdamW(part.parameters(), lr=0.01) for part in parts]
     return torch.optim.AdamW([p for part in parts for p in part.parameters()], lr=0.01)
 
 
-def as_list(optimizers: Any) -> list[torch.optim.Optimizer]:
+def as_list(optimizers):
     return optimizers if isinstance(optimizers, list) else [optimizers]
 
 
-def values_of(parts: Any, optimizers: Any) -> dict[str, Tensor]:
+def values_of(parts, optimizers):
     """Return parameters and moments in full, by name."""
-    found: dict[str, Any] = {}
+    found = {}
     for part in parts:
         for name, param in part.named_parameters():
             found[name] = full(param).clone()
@@ -43,13 +38,13 @@ def values_of(parts: Any, optimizers: Any) -> dict[str, Tensor]:
     return found
 
 
-def everything(mine: dict[str, Tensor], num_ranks: int) -> dict[str, Tensor]:
-    shown: list[dict[str, Tensor]] = [{}] * num_ranks
+def everything(mine, num_ranks):
+    shown = [{}] * num_ranks
     torch.distributed.all_gather_object(shown, mine)
     return {name: tensor for each in shown for name, tensor in each.items()}
 
 
-def a_v_of_stages(rank: int, num_ranks: int, folder: Path, by: str) -> None:
+def a_v_of_stages(rank, num_ranks, folder, by):
     axes = shardwise.Axes(pp=2)
     dp = axes["dp_shard"]
     made = pipeline_of("ZBVZeroBubble", axes, 2, by=by, stage=3)
@@ -75,7 +70,7 @@ def a_v_of_stages(rank: int, num_ranks: int, folder: Path, by: str) -> None:
 
     # Into the other split, in which a rank has neighbours, and into one model over all ranks.
     other = pipeline_of("Interleaved1F1B", axes, 2, by="shard", stage=2)
-    alone: Any = shardwise.shard(Net(), units="Block")
+    alone = shardwise.shard(Net(), units="Block")
     for parts, how in ((other.parts, "shard"), ([alone], "shard"), (made.parts, by)):
         theirs = optimizers_of(parts, how)
         with torch.no_grad():
@@ -99,9 +94,7 @@ def a_v_of_stages(rank: int, num_ranks: int, folder: Path, by: str) -> None:
 
 
 @pytest.mark.parametrize(("num_ranks", "by"), [(4, "shard"), (2, "fully_shard")])
-def test_a_rank_saves_and_loads_its_stages_as_one_model(
-    num_ranks: int, by: str, tmp_path: Path
-) -> None:
+def test_a_rank_saves_and_loads_its_stages_as_one_model(num_ranks, by, tmp_path):
     run_ranks(a_v_of_stages, num_ranks, tmp_path, by)
     whole = Net()
     optimizer = torch.optim.AdamW(whole.parameters(), lr=0.01)
@@ -126,36 +119,32 @@ def test_a_rank_saves_and_loads_its_stages_as_one_model(
 class Named(nn.Module):
     """A stage with a parameter of a name that another stage has, too."""
 
-    def __init__(self, value: float, own: str, *, table_last: bool = False) -> None:
+    def __init__(self, value, own, *, table_last=False):
         super().__init__()
         made = {"table": torch.full((5, 3), value), own: torch.ones(4)}
         for name in sorted(made, key="table".__eq__) if table_last else made:
             self.register_parameter(name, nn.Parameter(made[name]))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x + self.table.sum()
 
 
-def stages_with_one_name(rank: int, num_ranks: int, folder: Path) -> None:
+@on_ranks(4)
+def test_two_stages_with_one_name_and_other_values_are_refused(rank, num_ranks, tmp_path):
     axes = shardwise.Axes(pp=2)
     place = axes["pp"].get_local_rank()
     for layout in ("rows", "flat"):  # a table that is first on one stage, and second on the other
         model = Named(1.0, f"own_{place}", table_last=place == 1)
         model = shardwise.shard(model, mesh=axes, layout=layout)
-        shardwise.save(folder / f"alike_{layout}", model)
+        shardwise.save(tmp_path / f"alike_{layout}", model)
         if rank == num_ranks - 1:  # the last element of the table, in the last shard
             with torch.no_grad():
                 local = dict(model.named_parameters())["table"].to_local().view(-1)
                 local[-1:] += 1
         where = r"stage 0 \(ranks? .*\) and stage 1 \(ranks? .*\)"
         with pytest.raises(CheckpointError, match=rf"'table' has other values in {where}.*tie\(\)"):
-            shardwise.save(folder / f"apart_{layout}", model)
-        assert not (folder / f"apart_{layout}").exists()
-
-
-def test_two_stages_with_one_name_and_other_values_are_refused(tmp_path: Path) -> None:
-    run_ranks(stages_with_one_name, 4, tmp_path)
-    for layout in ("rows", "flat"):
+            shardwise.save(tmp_path / f"apart_{layout}", model)
+        assert not (tmp_path / f"apart_{layout}").exists()
         whole = nn.Module()
         whole.table = nn.Parameter(torch.zeros(5, 3))
         whole.own_0, whole.own_1 = (nn.Parameter(torch.zeros(4)) for _ in range(2))
@@ -163,36 +152,34 @@ def test_two_stages_with_one_name_and_other_values_are_refused(tmp_path: Path) -
         assert whole.table.detach().eq(1).all()
 
 
-@each_rank(2)
-def test_stages_of_one_rank_are_one_model_with_one_tensor_of_a_name(
-    rank: int, world_size: int, folder: Path
-) -> None:
+@on_ranks(2)
+def test_stages_of_one_rank_are_one_model_with_one_tensor_of_a_name(rank, tmp_path):
     for values, fits in (((1.0, 1.0), True), ((1.0, 2.0), False)):
         parts = [shardwise.shard(Named(v, f"own_{n}")) for n, v in enumerate(values)]
         if fits:
-            shardwise.save(folder / "alike", parts)
+            shardwise.save(tmp_path / "alike", parts)
             with torch.no_grad():
                 for part in parts:
                     dict(part.named_parameters())["table"].zero_()
-            shardwise.load(folder / "alike", parts)
+            shardwise.load(tmp_path / "alike", parts)
             assert all(full(dict(p.named_parameters())["table"]).eq(1).all() for p in parts)
         else:
             with pytest.raises(CheckpointError, match="'table' has other values in two stages of"):
-                shardwise.save(folder / "apart", parts)
+                shardwise.save(tmp_path / "apart", parts)
     a_flipped_bit_is_named(parts, rank)
     with pytest.raises(ConfigError, match="an empty one"):
-        shardwise.save(folder / "none", [])
+        shardwise.save(tmp_path / "none", [])
     with pytest.raises(ConfigError, match="sharded alike"):
-        shardwise.save(folder / "none", [parts[0], shardwise.shard(Named(0.0, "x"), stage=1)])
+        shardwise.save(tmp_path / "none", [parts[0], shardwise.shard(Named(0.0, "x"), stage=1)])
     kinds = [torch.optim.SGD(parts[0].parameters()), torch.optim.AdamW(parts[1].parameters())]
     with pytest.raises(ConfigError, match=r"of one kind; here SGD, 1 groups, and AdamW, 1 groups"):
-        shardwise.save(folder / "none", parts, kinds)
+        shardwise.save(tmp_path / "none", parts, kinds)
     other = [torch.optim.SGD(part.parameters(), lr=0.1 * n) for n, part in enumerate(parts)]
     with pytest.raises(ConfigError, match=r"'lr' of group 0 is 0\.0 .* and 0\.1 in another's"):
-        shardwise.save(folder / "none", parts, other)
+        shardwise.save(tmp_path / "none", parts, other)
 
 
-def a_flipped_bit_is_named(parts: Sequence[nn.Module], rank: int) -> None:
+def a_flipped_bit_is_named(parts, rank):
     copies = [shardwise.shard(Named(1.0, f"own_{n}"), stage=0) for n in range(2)]
     shardwise.check.replicas(copies)
     if rank == 0:  # of the second stage

@@ -3,13 +3,8 @@
 Real ranks are few on one machine; a run of many is a manifest, and files of the ranks one asks for.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
 from math import prod
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,11 +16,9 @@ from inner import (
     DIGEST_CHARS,
     MANIFEST,
     Checkpoint,
-    Entry,
     Files,
     IndexRow,
     Item,
-    Manifest,
     Part,
     Table,
     TensorInfo,
@@ -59,23 +52,23 @@ class Recording:
 
     rank = 0
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, num_ranks):
         self.num_ranks = num_ranks
         self.members = range(num_ranks)
-        self.sizes: list[int] = []
+        self.sizes = []
 
-    def exchange(self, row: bytes, about: str = "") -> list[bytes]:
+    def exchange(self, row, about=""):
         self.sizes.append(len(row))
         return [row] * self.num_ranks
 
-    def exchange_after(self, work: Callable[[], bytes], row_bytes: int) -> list[bytes]:
+    def exchange_after(self, work, row_bytes):
         return self.exchange(work())
 
-    def broadcast(self, data: bytes, source: int = 0) -> bytes:
+    def broadcast(self, data, source=0):
         raise AssertionError("a save needs no broadcast of what grows")
 
 
-def table_of(num_ranks: int) -> Table:
+def table_of(num_ranks):
     """Return rank 0's state of a run: its slices of a thousand parameters, and their steps."""
     units = llama_shapes(width=64, hidden=176)
     manifest = manifest_of(units, num_ranks, "rows")
@@ -95,10 +88,10 @@ def table_of(num_ranks: int) -> Table:
 class Alike(Files):
     """Files in which every other rank seems to have written what rank 0 wrote."""
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, num_ranks):
         self.num_ranks = num_ranks
 
-    def list(self, path: Path) -> list[Entry]:
+    def list(self, path):
         found = super().list(path)
         mine = [entry for entry in found if entry.name.startswith("rank00000")]
         return found + [
@@ -109,7 +102,7 @@ class Alike(Files):
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3, MANY])
-def test_ranks_exchange_a_few_bytes_and_no_objects(tmp_path: Path, num_ranks: int) -> None:
+def test_ranks_exchange_a_few_bytes_and_no_objects(tmp_path, num_ranks):
     control = Recording(num_ranks)
     manifest, part = assemble(control, table_of(num_ranks), "0" * 16, 3)
     files = Alike(num_ranks)
@@ -122,12 +115,12 @@ def test_ranks_exchange_a_few_bytes_and_no_objects(tmp_path: Path, num_ranks: in
     }  # one file, not a thousand
 
 
-def llama(num_ranks: int, layout: str) -> Manifest:
+def llama(num_ranks, layout):
     return manifest_of(llama_shapes(), num_ranks, layout)
 
 
 @pytest.mark.parametrize("layout", ["rows", "flat"])
-def test_the_manifest_does_not_grow_by_tensors_times_ranks(layout: str) -> None:
+def test_the_manifest_does_not_grow_by_tensors_times_ranks(layout):
     row = IndexRow(index_bytes=10**6, digest="f" * 32, num_files=3, file_bytes=10**12)
     sizes = {}
     for num_ranks in (1, MANY):
@@ -139,9 +132,7 @@ def test_the_manifest_does_not_grow_by_tensors_times_ranks(layout: str) -> None:
     assert sizes[MANY] - sizes[1] < 128 * MANY
 
 
-def test_one_ranks_boxes_are_found_without_looking_at_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_one_ranks_boxes_are_found_without_looking_at_others(monkeypatch):
     calls = counted(monkeypatch, boxes, "_longest_box")
     for layout, at_most in (("rows", 1), ("flat", 5)):
         calls.clear()
@@ -149,11 +140,11 @@ def test_one_ranks_boxes_are_found_without_looking_at_others(
         assert len(calls) <= len(found) <= at_most * 3 * 1002
 
 
-def counted(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[None]:
-    calls: list[None] = []
-    function: Callable[..., Any] = getattr(module, name)
+def counted(monkeypatch, module, name):
+    calls = []
+    function = getattr(module, name)
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args, **kwargs):
         calls.append(None)
         return function(*args, **kwargs)
 
@@ -162,9 +153,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[Non
 
 
 @pytest.mark.parametrize("layout", ["rows", "flat"])
-def test_a_box_costs_at_most_256_bytes_and_22_for_each_further_chunk(
-    tmp_path: Path, layout: str
-) -> None:
+def test_a_box_costs_at_most_256_bytes_and_22_for_each_further_chunk(tmp_path, layout):
     """Real names and sizes: a Llama of 25 billion parameters on ten thousand ranks."""
     zeros = memoryview(bytes(64 << 20))
     part = Part(5, lambda _, box: zeros[: 4 * (box.hi - box.lo)], (), {})
@@ -186,9 +175,7 @@ def test_a_box_costs_at_most_256_bytes_and_22_for_each_further_chunk(
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
 @pytest.mark.parametrize("layout", ["rows", "flat"])
-def test_a_rank_opens_only_files_of_ranks_it_reads_from(
-    tmp_path: Path, layout: str, num_replicas: int
-) -> None:
+def test_a_rank_opens_only_files_of_ranks_it_reads_from(tmp_path, layout, num_replicas):
     """Forty ranks saved; each of three ranks of seven reads a seventh of each tensor."""
     manifest = write_all(
         FILES, tmp_path / "c", manifest_of(llama_shapes(2, 32, 40), 40, layout, num_replicas)
@@ -213,9 +200,7 @@ def test_a_rank_opens_only_files_of_ranks_it_reads_from(
 
 
 @pytest.mark.parametrize("span", [(0, 1), (100_000, 100_001), (200_000, 900_000), (0, 1_572_864)])
-def test_reading_a_slice_takes_at_most_two_chunks_more(
-    tmp_path: Path, span: tuple[int, int]
-) -> None:
+def test_reading_a_slice_takes_at_most_two_chunks_more(tmp_path, span):
     lo, hi = span
     numel = 6 * CHUNK_BYTES // 4
     units = [{"weight": (numel,)}]
@@ -240,16 +225,16 @@ def test_reading_a_slice_takes_at_most_two_chunks_more(
 
 
 class Megabytes(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(400, 401) for _ in range(3))
         self.register_buffer("table", torch.zeros(1000))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return sum(layer(x) for layer in self.layers)  # type: ignore[return-value]
+    def forward(self, x):
+        return sum(layer(x) for layer in self.layers)
 
 
-def save_megabytes(rank: int, world_size: int, root: Path, precision: str) -> int:
+def save_megabytes(rank, world_size, root, precision):
     """Save; return the number of parameters."""
     for layout in ("rows", "flat"):
         model = shardwise.shard(Megabytes(), layout=layout, precision=precision)
@@ -262,9 +247,7 @@ def save_megabytes(rank: int, world_size: int, root: Path, precision: str) -> in
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_disk_holds_twelve_bytes_a_parameter_and_little_more(
-    tmp_path: Path, world_size: int, precision: str
-) -> None:
+def test_disk_holds_twelve_bytes_a_parameter_and_little_more(tmp_path, world_size, precision):
     (numel, *_) = run_ranks(save_megabytes, world_size, tmp_path, precision)
     assert numel == 3 * (400 * 401 + 401)
     for layout in ("rows", "flat"):

@@ -7,8 +7,8 @@ import signal
 import time
 import warnings
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -32,8 +32,8 @@ from inner import (
     steps_in,
     temporary,
 )
-from ranks import HANG_S, run_ranks, start_ranks
-from saving import each_rank
+from ranks import HANG_S, on_ranks, run_ranks, start_ranks
+from saving import flip, warns_on_rank_0
 from shardwise.comm.control import SoloControl
 from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint
 from stamped import build, count, stamp
@@ -42,7 +42,7 @@ from tables import NONCE, RUN, disk_with, kept, newest, write
 FILES = Files()
 
 
-def hidden(folder: Path) -> list[str]:
+def hidden(folder):
     """Return the temporary names in a folder."""
     return [p.name for p in folder.iterdir() if p.name.startswith((".tmp-", ".old-"))]
 
@@ -50,9 +50,8 @@ def hidden(folder: Path) -> list[str]:
 # ------------------------------------------------------------------------ saves of other processes
 
 
-def save_many(rank: int, world_size: int, folder: str, name: str, number: int) -> list[str]:
-    model, optimizer = build()
-    stamp(model, optimizer, "A")
+def save_many(rank, world_size, folder, name, number):
+    model, optimizer = build(save="A")
     failures = []
     for n in range(number):
         try:
@@ -64,7 +63,7 @@ def save_many(rank: int, world_size: int, folder: str, name: str, number: int) -
     return failures
 
 
-def open_until(rank: int, world_size: int, folder: str, done: list[str]) -> int:
+def open_until(rank, world_size, folder, done):
     model, optimizer = build()
     opened = 0
     while not all(Path(folder, f"{name}-done").exists() for name in done):
@@ -75,8 +74,8 @@ def open_until(rank: int, world_size: int, folder: str, done: list[str]) -> int:
 
 @pytest.mark.slow
 def test_saves_of_other_processes_all_succeed_while_a_run_opens_the_folder_again_and_again(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     folder = str(tmp_path)
     worlds = [
         start_ranks(save_many, 1, folder, "one", 30),
@@ -90,9 +89,9 @@ def test_saves_of_other_processes_all_succeed_while_a_run_opens_the_folder_again
     assert len(list(tmp_path.glob("*/manifest.json"))) == 50 and not hidden(tmp_path)
 
 
-def test_a_save_that_loses_a_race_says_that_the_name_is_taken(tmp_path: Path) -> None:
+def test_a_save_that_loses_a_race_says_that_the_name_is_taken(tmp_path):
     class Late(FaultyFiles):
-        def rename(self, source: Path, target: Path) -> None:
+        def rename(self, source, target):
             if not any(name.name == target.name for name in self.inner.list(target.parent)):
                 self.inner.make_folder(target)
             super().rename(source, target)
@@ -110,9 +109,7 @@ def test_a_save_that_loses_a_race_says_that_the_name_is_taken(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("replace", [False, True])
-def test_what_a_killed_save_left_is_removed_by_the_next_save_of_its_name_or_series(
-    replace: bool,
-) -> None:
+def test_what_a_killed_save_left_is_removed_by_the_next_save_of_its_name_or_series(replace):
     start, at = disk_with(1, {1: "A"}), 0
     seen = 0
     while True:
@@ -134,7 +131,7 @@ def test_what_a_killed_save_left_is_removed_by_the_next_save_of_its_name_or_seri
         at += 1
 
 
-def test_a_save_of_another_name_leaves_leftovers_alone() -> None:
+def test_a_save_of_another_name_leaves_leftovers_alone():
     disk = disk_with(1, {1: "A"})
     for name in ("best", "step-00000007"):
         disk.make_folder(temporary(RUN / name, b"\1\1\1\1"))
@@ -144,7 +141,7 @@ def test_a_save_of_another_name_leaves_leftovers_alone() -> None:
     ]
 
 
-def test_what_somebody_writes_is_neither_removed_nor_called_a_leftover() -> None:
+def test_what_somebody_writes_is_neither_removed_nor_called_a_leftover():
     disk = SimulatedDisk()
     disk.make_folders(RUN)
     folder = temporary(RUN / step_name(3), NONCE)
@@ -162,14 +159,14 @@ def test_what_somebody_writes_is_neither_removed_nor_called_a_leftover() -> None
     assert disk.tree() == {"/run": None}
 
 
-def test_asking_about_a_save_that_ends_at_that_moment_leaves_no_lock_behind() -> None:
+def test_asking_about_a_save_that_ends_at_that_moment_leaves_no_lock_behind():
     disk = SimulatedDisk()
     disk.make_folders(RUN)
     folder = temporary(RUN / step_name(3), NONCE)
     lock = hold(disk, folder)
 
     class Ending(FaultyFiles):
-        def list(self, path: Path) -> Any:
+        def list(self, path):
             entries = super().list(path)
             let_go(self.inner, folder, lock)
             return entries
@@ -178,7 +175,7 @@ def test_asking_about_a_save_that_ends_at_that_moment_leaves_no_lock_behind() ->
     assert disk.tree() == {"/run": None}
 
 
-def test_without_locks_saves_work_and_nothing_is_removed() -> None:
+def test_without_locks_saves_work_and_nothing_is_removed():
     disk = disk_with(1, {1: "A"})
     fault = Fault(0, errno.ENOSYS, "lock", lasting=True)
     write(FaultyFiles(disk, fault), SoloControl(), "B", 2)
@@ -190,23 +187,21 @@ def test_without_locks_saves_work_and_nothing_is_removed() -> None:
     assert folder.name in [entry.name for entry in disk.list(RUN)]
 
 
-def test_where_locks_are_not_seen_a_save_fails_and_no_checkpoint_stands_with_files_missing() -> (
-    None
-):
+def test_where_locks_are_not_seen_a_save_fails_and_no_checkpoint_stands_with_files_missing():
     """Another machine takes the save for a leftover, at any of its operations."""
     at, lost = 0, 0
     while True:
         disk = disk_with(1, {1: "A"})
 
         class Blind(FaultyFiles):
-            def lock(self, path: Path, shared: bool = False) -> Any:
+            def lock(self, path, shared=False):
                 self.do("lock", path, lambda: None)
                 raise OSError(errno.ENOSYS, "no locks", str(path))
 
         others = FaultyFiles(disk)
         mine = Blind(disk, before=lambda: None)
 
-        def meddle(mine: Any = mine, others: Any = others, at: int = at) -> None:
+        def meddle(mine=mine, others=others, at=at):
             if len(mine.operations) == at:
                 clean_up(others, RUN)
 
@@ -229,24 +224,24 @@ def test_where_locks_are_not_seen_a_save_fails_and_no_checkpoint_stands_with_fil
 # ---------------------------------------------------------------------------- the user's own files
 
 
-def put_things_into(folder: Path) -> None:
+def put_things_into(folder):
     (folder / "eval.json").write_text("{}")
     (folder / "plots").mkdir()
     (folder / "plots" / "a.png").write_text("picture")
     (folder / "link").symlink_to(folder / "eval.json")
 
 
-def things_in(folder: Path) -> list[str]:
+def things_in(folder):
     return sorted(str(p.relative_to(folder)) for p in folder.rglob("*"))
 
 
-THINGS = ["eval.json", "link", "plots", "plots/a.png"]
-
-
-def rotate_and_replace(rank: int, world_size: int, root: str) -> list[str]:
-    model, optimizer = build()
-    stamp(model, optimizer, "A")
-    folder, best, told = Path(root, "run"), Path(root, "best"), []
+@on_ranks(1, 3)
+def test_files_that_are_none_of_ours_stay_and_are_told_of_when_their_checkpoint_goes(
+    rank, tmp_path
+):
+    model, optimizer = build(save="A")
+    folder, best = tmp_path / "run", tmp_path / "best"
+    left = [folder / "step-00000001-other-files", tmp_path / "best-other-files"]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with Checkpoints(folder, model, optimizer, keep_last=1) as checkpoints:
@@ -257,29 +252,19 @@ def rotate_and_replace(rank: int, world_size: int, root: str) -> list[str]:
                 dist.barrier()
         for _ in range(2):
             shardwise.save(best, model, optimizer, replace=True)
-            if rank == 0 and not (Path(root) / "best-other-files").exists():
+            if rank == 0 and not left[1].exists():
                 put_things_into(best)
             dist.barrier()
-        told = [str(warning.message) for warning in caught]
     assert shardwise.load(best, model, optimizer).step is None
-    return told
+    assert len(caught) == (2 if rank == 0 else 0)
+    for path, warning in zip(left, caught, strict=rank == 0):
+        assert things_in(path) == ["eval.json", "link", "plots", "plots/a.png"]
+        assert str(warning.message).startswith(f"{path}: ")
+    assert steps_in(FILES, folder) == [2]
+    assert not hidden(tmp_path) and not hidden(folder)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_files_that_are_none_of_ours_stay_and_are_told_of_when_their_checkpoint_goes(
-    tmp_path: Path, world_size: int
-) -> None:
-    told, *others = run_ranks(rotate_and_replace, world_size, str(tmp_path))
-    left = [tmp_path / "run" / "step-00000001-other-files", tmp_path / "best-other-files"]
-    for folder, text in zip(left, told, strict=True):
-        assert things_in(folder) == THINGS
-        assert text.startswith(f"{folder}: ")
-    assert not any(others)
-    assert steps_in(FILES, tmp_path / "run") == [2]
-    assert not hidden(tmp_path) and not hidden(tmp_path / "run")
-
-
-def test_killed_at_any_operation_of_a_removal_nothing_of_the_user_is_lost_or_stays_hidden() -> None:
+def test_killed_at_any_operation_of_a_removal_nothing_of_the_user_is_lost_or_stays_hidden():
     start = disk_with(1, {1: "A", 2: "B"})
     start.make_folder(RUN / step_name(1) / "plots")
     with start.create(RUN / step_name(1) / "eval.json") as writer:
@@ -301,21 +286,9 @@ def test_killed_at_any_operation_of_a_removal_nothing_of_the_user_is_lost_or_sta
         at += 1
 
 
-def replace_what_is_none(rank: int, world_size: int, root: str) -> dict[str, str]:
-    model, optimizer = build()
-    stamp(model, optimizer, "A")
-    texts = {}
-    for name in ("link", "file", "project", "folder-of-steps", "step-notes"):
-        with pytest.raises(CheckpointError) as caught:
-            shardwise.save(Path(root, name), model, optimizer, replace=True)
-        texts[name] = str(caught.value)
-    shardwise.save(Path(root, "nothing-in-it"), model, optimizer, replace=True)
-    return texts
-
-
-def test_only_a_checkpoint_is_replaced_and_no_link_file_or_folder_of_the_user(
-    tmp_path: Path,
-) -> None:
+@on_ranks(1)
+def test_only_a_checkpoint_is_replaced_and_no_link_file_or_folder_of_the_user(tmp_path):
+    model, optimizer = build(save="A")
     (tmp_path / "project").mkdir()
     (tmp_path / "project" / "thesis.tex").write_text("mine")
     (tmp_path / "step-notes").mkdir()
@@ -325,11 +298,11 @@ def test_only_a_checkpoint_is_replaced_and_no_link_file_or_folder_of_the_user(
     (tmp_path / "folder-of-steps" / step_name(1)).mkdir(parents=True)
     (tmp_path / "nothing-in-it").mkdir()
     before = things_in(tmp_path)
-    (texts,) = run_ranks(replace_what_is_none, 1, str(tmp_path))
-    for name in ("link", "file"):
-        assert f"{tmp_path / name} is a link or a file" in texts[name]
-    for name in ("project", "folder-of-steps", "step-notes"):
-        assert f"{tmp_path / name} is a folder that holds no checkpoint" in texts[name]
+    for name in ("link", "file", "project", "folder-of-steps", "step-notes"):
+        what = "link or a file" if name in ("link", "file") else "folder that holds no checkpoint"
+        with pytest.raises(CheckpointError, match=f"{tmp_path / name} is a {what}"):
+            shardwise.save(tmp_path / name, model, optimizer, replace=True)
+    shardwise.save(tmp_path / "nothing-in-it", model, optimizer, replace=True)
     after = things_in(tmp_path)
     assert [name for name in after if not name.startswith("nothing-in-it/")] == before
     assert "nothing-in-it/manifest.json" in after
@@ -338,46 +311,53 @@ def test_only_a_checkpoint_is_replaced_and_no_link_file_or_folder_of_the_user(
 # ----------------------------------------------------------------------------- damage and old runs
 
 
-@each_rank(1, 3)
-def test_steps_that_a_load_found_damaged_do_not_count_among_the_last_to_keep(
-    rank: int, world_size: int, root: Path
-) -> None:
+@on_ranks(1, 3)
+def test_a_run_that_went_on_behind_damaged_steps_saves_them_again_and_keeps_the_last_that_count(
+    rank, tmp_path
+):
+    """Steps 3 and 4 are damaged; training goes on from 2, and comes to 3 or starts with 5."""
     model, optimizer = build()
-    stamp(model, optimizer, "A")
-    with Checkpoints(root, model, optimizer) as checkpoints:
-        for step in (1, 2, 3, 4):
+    again, beyond = tmp_path / "again", tmp_path / "beyond"
+    with Checkpoints(again, model, optimizer) as checkpoints:
+        for step, save in enumerate("ABCD", 1):
+            stamp(model, optimizer, save)
             checkpoints.save(step, wait=True)
     if rank == 0:
         for step in (3, 4):
-            path = root / step_name(step) / "rank00000-0.safetensors"
-            path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
+            flip(again / step_name(step) / "rank00000-0.safetensors")
+        shutil.copytree(again, beyond)
     dist.barrier()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with Checkpoints(root, model, optimizer, keep_last=2) as checkpoints:
-            loaded = checkpoints.load()
-            assert loaded is not None and loaded.step == 2
-            checkpoints.save(5, wait=True)
-            dist.barrier()  # rank 0 removes after the others have gone on
-            assert steps_in(FILES, root) == [5, 4, 3, 2]
-            dist.barrier()
-            checkpoints.save(6, wait=True)
-        dist.barrier()
-    assert steps_in(FILES, root) == [6, 5, 4, 3]
+    for folder, left in (
+        (again, {3: [4, 3, 2], 4: [4, 3]}),
+        (beyond, {5: [5, 4, 3, 2], 6: [6, 5, 4, 3]}),
+    ):
+        with Checkpoints(folder, model, optimizer, keep_last=2) as checkpoints:
+            with warns_on_rank_0(rank, "is damaged"):
+                loaded = checkpoints.load()
+            assert loaded is not None and loaded.step == 2 and len(loaded.skipped) == 2
+            for (step, steps), save in zip(left.items(), "EF", strict=True):
+                stamp(model, optimizer, save)
+                checkpoints.save(step, wait=True)
+                dist.barrier()  # rank 0 removes after the others have gone on
+                assert steps_in(FILES, folder) == steps
+                dist.barrier()
+            newest = checkpoints.load()
+            assert newest is not None and newest.step == step and not newest.skipped
+            assert set(count(model, optimizer, "DF")) == {"F"}
+            with pytest.raises(CheckpointError, match="exists already"):  # good ones stay
+                checkpoints.save(step, wait=True)
 
 
-@each_rank(1, 3)
+@on_ranks(1, 3)
 def test_a_new_run_in_an_old_folder_is_warned_and_no_save_counts_that_a_load_would_not_take(
-    rank: int, world_size: int, folder: Path
-) -> None:
-    model, optimizer = build()
-    stamp(model, optimizer, "A")
-    with Checkpoints(folder, model, optimizer) as old:
+    rank, tmp_path
+):
+    model, optimizer = build(save="A")
+    with Checkpoints(tmp_path, model, optimizer) as old:
         old.save(10, wait=True)
-    told: list[str] = []
-    model, optimizer = build()  # of another run
-    stamp(model, optimizer, "B")
-    with Checkpoints(folder, model, optimizer) as new:
+    told = []
+    model, optimizer = build(save="B")  # of another run
+    with Checkpoints(tmp_path, model, optimizer) as new:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for _ in range(2):
@@ -392,33 +372,30 @@ def test_a_new_run_in_an_old_folder_is_warned_and_no_save_counts_that_a_load_wou
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             if rank == 0:
-                Path(folder, step_name(12)).mkdir()  # no load takes that one
-            shardwise.save(folder, model, optimizer, step=4)
+                Path(tmp_path, step_name(12)).mkdir()  # no load takes that one
+            shardwise.save(tmp_path, model, optimizer, step=4)
             if rank == 0:
-                Path(folder, step_name(12)).rmdir()
+                Path(tmp_path, step_name(12)).rmdir()
             told += [str(warning.message) for warning in caught]
     dist.barrier()
-    assert shardwise.load(folder, model, optimizer).step == 11
+    assert shardwise.load(tmp_path, model, optimizer).step == 11
     assert set(count(model, optimizer)) == {"B"}
     (refusal,) = told[1:2] if rank == 0 else told
-    assert f"step 3: {folder} holds step 10, which the next load would take" in refusal
+    assert f"step 3: {tmp_path} holds step 10, which the next load would take" in refusal
     if rank == 0:
         warned, _, beside = told
-        assert "(newest: step 10)" in warned and "load()" in warned and str(folder) in warned
-        assert f"{folder} holds step 11 too" in beside
-    assert steps_in(FILES, folder) == [11, 10, 4]
+        assert "(newest: step 10)" in warned and "load()" in warned and str(tmp_path) in warned
+        assert f"{tmp_path} holds step 11 too" in beside
+    assert steps_in(FILES, tmp_path) == [11, 10, 4]
 
 
-@each_rank(1, 3)
-def test_a_relative_folder_is_the_one_of_the_moment_it_was_named(
-    rank: int, world_size: int, root: Path
-) -> None:
-    here, there = Path(root, "here"), Path(root, "there")
+@on_ranks(1, 3)
+def test_a_relative_folder_is_the_one_of_the_moment_it_was_named(tmp_path):
+    here, there = Path(tmp_path, "here"), Path(tmp_path, "there")
     for folder in (here, there):
         folder.mkdir(exist_ok=True)
     os.chdir(here)
-    model, optimizer = build()
-    stamp(model, optimizer, "A")
+    model, optimizer = build(save="A")
     with Checkpoints("run", model, optimizer) as checkpoints:
         os.chdir(there)
         saving = checkpoints.save(1, wait=True)
@@ -436,108 +413,81 @@ def test_a_relative_folder_is_the_one_of_the_moment_it_was_named(
 # ------------------------------------------------------------------------- loads beside a rotation
 
 
-class Rotating(FaultyFiles):
-    """A disk on which a run that goes on replaces its one checkpoint at some operation of ours."""
+class Meddling(FaultyFiles):
+    """A disk on which another process does something in the folder at some operation of ours."""
 
-    def __init__(self, folder: Path, at: int) -> None:
-        super().__init__(Files(), before=self._rotate)
-        self._folder, self._at = folder, at
+    def __init__(self, folder, at, does):
+        super().__init__(Files(), before=self._meddle)
+        self._folder, self._at, self._does = folder, at, does
 
-    def _rotate(self) -> None:
+    def _meddle(self):
         if len(self.operations) == self._at:
-            (self._folder / "next").rename(self._folder / step_name(2))
-            (self._folder / step_name(1)).rename(self._folder / ".old-step-00000001-01020304")
+            self._does(self._folder)
 
 
-def load_beside_a_rotation(rank: int, world_size: int, root: str, moments: list[int]) -> list[Any]:
+def go_on(folder):
+    """Replace the one checkpoint by the next, as a run that keeps the last."""
+    (folder / "next").rename(folder / step_name(2))
+    (folder / step_name(1)).rename(folder / ".old-step-00000001-01020304")
+
+
+def save_again(folder):
+    """Replace the newest checkpoint by another of its step."""
+    FILES.exchange(folder / "next", folder / step_name(2))
+    shutil.rmtree(folder / "next")
+
+
+SAVES = {"A": 1, "B": 2, "C": 2}  # with their steps
+# What another process does, what is in the folder before it, and what may be loaded then.
+MEDDLES = [
+    (go_on, {step_name(1): "A", "next": "B"}, "AB"),
+    (save_again, {step_name(1): "A", step_name(2): "B", "next": "C"}, "BC"),
+]
+
+
+def load_beside(rank, world_size, root, does, there):
     model, optimizer = build()
-    folder, found = Path(root, "run"), []
-    for step, letter in ((1, "A"), (2, "B")):
-        stamp(model, optimizer, letter)
-        shardwise.save(Path(root, "all"), model, optimizer, step=step)
-    for at in moments:
-        if rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-            shutil.copytree(Path(root, "all", step_name(1)), folder / step_name(1))
-            shutil.copytree(Path(root, "all", step_name(2)), folder / "next")
-        dist.barrier()
-        stamp(model, optimizer, "Z")
-        files = Rotating(folder, at) if rank == 0 else FILES
-        loaded = Load(files, model, optimizer).run(folder)
-        assert loaded is not None
-        found.append((loaded.step, "".join(count(model, optimizer)), loaded.skipped))
-        dist.barrier()
-    return found
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_a_checkpoint_that_is_removed_while_it_is_read_gives_way_to_the_newer_one(
-    tmp_path: Path, world_size: int
-) -> None:
-    found = run_ranks(load_beside_a_rotation, world_size, str(tmp_path), list(range(14)))
-    for rank in found:
-        assert set(rank) <= {(1, "A", ()), (2, "B", ())}
-        assert rank == found[0] and len(set(rank)) == 2
-
-
-class Replacing(FaultyFiles):
-    """A disk on which another process replaces the newest checkpoint at some operation of ours."""
-
-    def __init__(self, folder: Path, at: int) -> None:
-        super().__init__(Files(), before=self._replace)
-        self._folder, self._at = folder, at
-
-    def _replace(self) -> None:
-        if len(self.operations) == self._at:
-            FILES.exchange(self._folder / "next", self._folder / step_name(2))
-            shutil.rmtree(self._folder / "next")
-
-
-def load_beside_a_replacement(
-    rank: int, world_size: int, root: str, moments: list[int]
-) -> list[Any]:
-    model, optimizer = build()
-    folder, found = Path(root, "run"), []
-    for name, step, letter in (("run", 1, "A"), ("old", 2, "B"), ("new", 2, "C")):
+    folder, found = root / "run", []
+    for letter, step in SAVES.items():
         stamp(model, optimizer, letter)
         extra = {"text": letter * (1 + 99 * (letter == "C"))}  # of another size than the old one
-        shardwise.save(Path(root, name), model, optimizer, step=step, extra=extra)
-    for at in moments:
-        for is_one in (False, True):
-            if rank == 0:
-                for source, name in (("old", step_name(2)), ("new", "next")):
-                    shutil.rmtree(folder / name, ignore_errors=True)
-                    shutil.copytree(Path(root, source, step_name(2)), folder / name)
-            dist.barrier()
-            stamp(model, optimizer, "Z")
-            files = Replacing(folder, at) if rank == 0 else FILES
-            only = folder / step_name(2) if is_one else None
-            loaded = Load(files, model, optimizer).run(folder, only)
-            assert loaded is not None
-            letters = "".join(count(model, optimizer))
-            found.append((loaded.step, letters, loaded.extra["text"][0], loaded.skipped))
-            dist.barrier()
+        shardwise.save(root / letter, model, optimizer, step=step, extra=extra)
+    for at, is_one in product(range(14), (False, True) if does is save_again else (False,)):
+        if rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+            for name, letter in there.items():
+                shutil.copytree(root / letter / step_name(SAVES[letter]), folder / name)
+        dist.barrier()
+        stamp(model, optimizer, "Z")
+        files = Meddling(folder, at, does) if rank == 0 else FILES
+        loaded = Load(files, model, optimizer).run(
+            folder, folder / step_name(2) if is_one else None
+        )
+        assert loaded is not None
+        letters = "".join(count(model, optimizer))
+        found.append((loaded.step, letters, loaded.extra["text"][0], loaded.skipped))
+        dist.barrier()
     return found
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_a_checkpoint_that_is_replaced_while_it_is_read_is_no_damage(
-    tmp_path: Path, world_size: int
-) -> None:
-    found = run_ranks(load_beside_a_replacement, world_size, str(tmp_path), list(range(14)))
-    for rank in found:
-        assert set(rank) == {(2, "B", "B", ()), (2, "C", "C", ())}
-        assert rank == found[0]
+@pytest.mark.parametrize(("does", "there", "letters"), MEDDLES)
+def test_a_checkpoint_that_is_removed_or_replaced_while_it_is_read_gives_way_and_is_no_damage(
+    tmp_path, world_size, does, there, letters
+):
+    found = run_ranks(load_beside, world_size, tmp_path, does, there)
+    assert set(found[0]) == {(SAVES[letter], letter, letter, ()) for letter in letters}
+    assert all(rank == found[0] for rank in found)
 
 
 @pytest.mark.parametrize("replaced", [False, True])
-def test_a_stale_handle_of_a_network_disk_leads_to_another_look(replaced: bool) -> None:
+def test_a_stale_handle_of_a_network_disk_leads_to_another_look(replaced):
     disk = disk_with(1, {1: "A", 2: "B"})
 
     class Stale(FaultyFiles):
         is_stale = False
 
-        def open(self, path: Path) -> Any:
+        def open(self, path):
             if path.parent.name == step_name(2) and not self.is_stale:
                 self.is_stale = True
                 if replaced:
@@ -548,7 +498,7 @@ def test_a_stale_handle_of_a_network_disk_leads_to_another_look(replaced: bool) 
                 raise OSError(errno.ESTALE, "Stale file handle", str(path))
             return super().open(path)
 
-    skipped: dict[int, str] = {}
+    skipped = {}
     chosen = choose(SoloControl(), Stale(disk), RUN, skipped)
     assert chosen is not None and not skipped
     step = 2 if replaced else 3
@@ -560,9 +510,7 @@ def test_a_stale_handle_of_a_network_disk_leads_to_another_look(replaced: bool) 
 
 
 @pytest.mark.parametrize("removed", ["-0.safetensors", ".json"])
-def test_what_is_missing_is_named_with_as_few_reads_however_many_ranks_lack_it(
-    removed: str,
-) -> None:
+def test_what_is_missing_is_named_with_as_few_reads_however_many_ranks_lack_it(removed):
     disk = disk_with(7, {1: "A"})
     folder = RUN / step_name(1)
     for rank in range(1, 7):
@@ -574,9 +522,8 @@ def test_what_is_missing_is_named_with_as_few_reads_however_many_ranks_lack_it(
     assert len(opened) <= 4, opened  # the manifest twice, the first rank's index, and that one's
 
 
-def save_and_rotate(rank: int, world_size: int, folder: str) -> int:
-    model, optimizer = build()
-    stamp(model, optimizer, "A")
+def save_and_rotate(rank, world_size, folder):
+    model, optimizer = build(save="A")
     step = 0
     with Checkpoints(folder, model, optimizer, keep_last=2) as checkpoints:
         while not Path(folder, "stop").exists():
@@ -585,7 +532,7 @@ def save_and_rotate(rank: int, world_size: int, folder: str) -> int:
     return step
 
 
-def load_many(rank: int, world_size: int, folder: str, number: int) -> list[int]:
+def load_many(rank, world_size, folder, number):
     model, optimizer = build()
     while not steps_in(FILES, Path(folder)):
         time.sleep(0.01)
@@ -598,7 +545,7 @@ def load_many(rank: int, world_size: int, folder: str, number: int) -> list[int]
 
 
 @pytest.mark.slow
-def test_loads_beside_a_trainer_that_rotates_all_succeed(tmp_path: Path) -> None:
+def test_loads_beside_a_trainer_that_rotates_all_succeed(tmp_path):
     folder = str(tmp_path)
     trainer = start_ranks(save_and_rotate, 1, folder)
     readers = [start_ranks(load_many, size, folder, 15) for size in (1, 2)]
@@ -614,61 +561,53 @@ def test_loads_beside_a_trainer_that_rotates_all_succeed(tmp_path: Path) -> None
 # ------------------------------------------------------------------------------------------ texts
 
 
-def save_flat(rank: int, world_size: int, root: str) -> None:
-    model, optimizer = build(layout="flat")
+@on_ranks(3)
+def test_a_manifest_of_another_save_and_a_file_that_was_cut_are_named_and_no_other_file(
+    rank, tmp_path
+):
+    model, optimizer = build(layout="flat", save="A")
     for name in ("one", "two"):
         for step in (1, 2):
-            stamp(model, optimizer, "A")
-            shardwise.save(Path(root, name), model, optimizer, step=step)
-
-
-def load_texts(rank: int, world_size: int, root: str) -> list[str]:
-    model, optimizer = build(layout="flat")
-    texts = []
+            shardwise.save(tmp_path / name, model, optimizer, step=step)
+    manifest, cut = "manifest.json", "rank00001-1.safetensors"
+    if rank == 0:
+        for name in ("stale", "swapped", "cut"):
+            shutil.copytree(tmp_path / "one" / step_name(2), tmp_path / name)
+        shutil.copy(tmp_path / "one" / step_name(1) / manifest, tmp_path / "stale" / manifest)
+        shutil.copy(tmp_path / "two" / step_name(2) / manifest, tmp_path / "swapped" / manifest)
+        os.truncate(tmp_path / "cut" / cut, (tmp_path / "cut" / cut).stat().st_size - 4)
+    dist.barrier()
+    said = {}
     for name in ("stale", "swapped", "cut"):
         with pytest.raises(DamagedCheckpoint) as caught:
-            shardwise.load(Path(root, name), model, optimizer)
-        texts.append(str(caught.value))
-    return texts
+            shardwise.load(tmp_path / name, model, optimizer)
+        said[name] = str(caught.value)
+    of_all = [{}] * 3
+    dist.all_gather_object(of_all, said)
+    assert of_all == [said] * 3
+    for name in ("stale", "swapped"):
+        mixed = f"{tmp_path / name}: {manifest} and rank00000.json are whole and of two saves"
+        assert mixed in said[name]
+    assert "step 1 of run" in said["stale"] and "step 2 of run" in said["stale"]
+    assert f"{tmp_path}/cut/{cut}: " in said["cut"] and "bytes, expected" in said["cut"]
+    assert "rank00001-0" not in said["cut"]
 
 
-def test_a_manifest_of_another_save_and_a_file_that_was_cut_are_named_and_no_other_file(
-    tmp_path: Path,
-) -> None:
-    run_ranks(save_flat, 3, str(tmp_path))
-    for name in ("stale", "swapped", "cut"):
-        shutil.copytree(tmp_path / "one" / step_name(2), tmp_path / name)
-    manifest = "manifest.json"
-    shutil.copy(tmp_path / "one" / step_name(1) / manifest, tmp_path / "stale" / manifest)
-    shutil.copy(tmp_path / "two" / step_name(2) / manifest, tmp_path / "swapped" / manifest)
-    several = sorted((tmp_path / "cut").glob("rank00001-*.safetensors"))
-    assert len(several) > 1
-    several[1].write_bytes(several[1].read_bytes()[:-4])
-    found = run_ranks(load_texts, 3, str(tmp_path))
-    assert found[0] == found[1] == found[2]
-    stale, swapped, cut = found[0]
-    for text, name in ((stale, "stale"), (swapped, "swapped")):
-        said = f"{tmp_path / name}: {manifest} and rank00000.json are whole and of two saves"
-        assert said in text, text
-    assert "step 1 of run" in stale and "step 2 of run" in stale
-    assert f"{several[1]}: " in cut and "bytes, expected" in cut and several[0].name not in cut
-
-
-def hold_a_save(rank: int, world_size: int, folder: str) -> None:
+def hold_a_save(rank, world_size, folder):
     model, optimizer = build()
 
     class Stuck(Files):
-        def create(self, path: Path) -> Any:
+        def create(self, path):
             Path(folder, "writing").touch()
             signal.pause()
 
     from shardwise.checkpoint import save_load
 
-    save_load.Files = Stuck  # type: ignore[misc]
+    save_load.Files = Stuck
     shardwise.save(folder, model, optimizer, step=1)
 
 
-def test_a_save_that_is_under_way_is_left_alone_until_its_process_is_dead(tmp_path: Path) -> None:
+def test_a_save_that_is_under_way_is_left_alone_until_its_process_is_dead(tmp_path):
     (tmp_path / step_name(0)).mkdir()
     world = start_ranks(hold_a_save, 1, str(tmp_path))
     try:

@@ -5,7 +5,6 @@ import time
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -15,17 +14,17 @@ import shardwise
 from disk import FaultyFiles
 from inner import Checkpoints, Files, steps_in
 from models import Stack
-from ranks import HANG_S, Outcome, Ranks, run_ranks, start_ranks
+from ranks import HANG_S, Ranks, run_ranks, start_ranks
 from shardwise.comm.control import timeout_of
 from shardwise.errors import CollectiveError
 from shardwise.mesh import resolve_axes
-from stamped import build, stamp
+from stamped import build
 
 TIMEOUT_S = 4.0
 VICTIM = 1
 
 
-def short_mesh(world_size: int) -> Any:
+def short_mesh(world_size):
     """Return a mesh whose group waits for a rank for a few seconds only, once all are there."""
     dist.barrier()
     group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
@@ -33,22 +32,19 @@ def short_mesh(world_size: int) -> Any:
     return type(mesh).from_group(group, "cpu", mesh_dim_names=("shard",))
 
 
-def test_small_exchanges_wait_as_long_as_the_groups_of_the_mesh() -> None:
+def test_small_exchanges_wait_as_long_as_the_groups_of_the_mesh():
     run_ranks(_ask_for_timeout, 3)
 
 
-def _ask_for_timeout(rank: int, world_size: int) -> None:
+def _ask_for_timeout(rank, world_size):
     axes = resolve_axes(short_mesh(world_size), "cpu")
     assert timeout_of(axes) == timedelta(seconds=TIMEOUT_S)
     assert timeout_of(resolve_axes(None, "cpu")) == timedelta(minutes=5)
 
 
-def call_while_one_is_stopped(
-    rank: int, world_size: int, what: str, folder: str
-) -> tuple[str, list[int]]:
+def call_while_one_is_stopped(rank, world_size, what, folder):
     """Make a call that the victim, stopped by the test, never joins; return what it raised."""
-    model, optimizer = build(mesh=short_mesh(world_size))
-    stamp(model, optimizer, "A")
+    model, optimizer = build(mesh=short_mesh(world_size), save="A")
     shardwise.save(folder, model, optimizer, step=1)
     checkpoints = Checkpoints(Path(folder, "run"), model, optimizer)
     dist.barrier()
@@ -67,7 +63,7 @@ def call_while_one_is_stopped(
     return str(caught.value), steps_in(Files(), Path(folder))
 
 
-def short_mesh_of(model: Any) -> Any:
+def short_mesh_of(model):
     from shardwise.engine.api import engine_of
 
     return engine_of(model).comm.axes.mesh
@@ -83,14 +79,14 @@ class Stopped:
     folder: Path
     ranks: Ranks
 
-    def stop_one(self) -> None:
+    def stop_one(self):
         while len(list(self.folder.glob("ready*"))) < 3:
             assert all(process.is_alive() for process in self.ranks.processes)
             time.sleep(0.01)
         self.ranks.kill(VICTIM, signal.SIGSTOP)
         (self.folder / "stopped").touch()
 
-    def outcomes(self) -> list[Outcome]:
+    def outcomes(self):
         for rank in (0, 2):
             self.ranks.processes[rank].join(HANG_S)
         self.ranks.kill(VICTIM)
@@ -98,7 +94,7 @@ class Stopped:
 
 
 @pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Stopped]:
+def stopped(tmp_path_factory):
     """Let all wait at once; none starts beside others, as ranks that start are slow for others."""
     found = {}
     for what in CALLS:
@@ -110,21 +106,19 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Stopped]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def slow_disk(stopped: dict[str, Stopped], tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+def slow_disk(stopped, tmp_path_factory):
     """Start what waits for a disk while the others wait for ranks that are stopped."""
     return start_ranks(save_with_a_slow_disk, 3, str(tmp_path_factory.mktemp("slow")), 2)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def interrupted(stopped: dict[str, Stopped]) -> Ranks:
+def interrupted(stopped):
     return start_ranks(meet_after_an_interrupt, 3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", CALLS)
-def test_a_stopped_rank_ends_what_waits_for_it_and_is_named(
-    stopped: dict[str, Stopped], what: str
-) -> None:
+def test_a_stopped_rank_ends_what_waits_for_it_and_is_named(stopped, what):
     folder = str(stopped[what].folder)
     for outcome in stopped[what].outcomes():
         if outcome.rank != VICTIM:
@@ -135,7 +129,7 @@ def test_a_stopped_rank_ends_what_waits_for_it_and_is_named(
                 assert "rank 1 did not come within 4 s" in text and folder in text, text
 
 
-def results_of(ranks: Ranks) -> list[Any]:
+def results_of(ranks):
     outcomes = ranks.wait(HANG_S)
     assert all(outcome.ok for outcome in outcomes), [each.describe() for each in outcomes]
     return [outcome.result for outcome in outcomes]
@@ -144,19 +138,18 @@ def results_of(ranks: Ranks) -> list[Any]:
 class SlowFiles(FaultyFiles):
     """A disk that takes longer for one file than the group waits for a rank."""
 
-    def __init__(self, slow: bool) -> None:
+    def __init__(self, slow):
         super().__init__(Files())
         self._slow = slow
 
-    def create(self, path: Path) -> Any:
+    def create(self, path):
         if self._slow and path.suffix == ".safetensors":
             time.sleep(1.5 * TIMEOUT_S)
         return super().create(path)
 
 
-def save_with_a_slow_disk(rank: int, world_size: int, folder: str, slow: int) -> list[Any]:
-    model, optimizer = build(mesh=short_mesh(world_size))
-    stamp(model, optimizer, "A")
+def save_with_a_slow_disk(rank, world_size, folder, slow):
+    model, optimizer = build(mesh=short_mesh(world_size), save="A")
     files = SlowFiles(rank == slow)
     with Checkpoints(Path(folder), model, optimizer, files=files) as checkpoints:
         written = checkpoints.save(1, wait=True).wait()
@@ -164,19 +157,19 @@ def save_with_a_slow_disk(rank: int, world_size: int, folder: str, slow: int) ->
 
 
 @pytest.mark.slow
-def test_a_disk_that_is_slower_than_the_timeout_is_waited_for(slow_disk: Ranks) -> None:
+def test_a_disk_that_is_slower_than_the_timeout_is_waited_for(slow_disk):
     found = results_of(slow_disk)
     assert all(row == found[0] and row[1] == 1 for row in found)
 
 
-def meet_after_an_interrupt(rank: int, world_size: int) -> list[str]:
+def meet_after_an_interrupt(rank, world_size):
     from inner import rows_of_all_ranks
     from shardwise.comm.control import control_over
 
     control = control_over(resolve_axes(short_mesh(world_size), "cpu"))
     seen = []
 
-    def work() -> bytes:
+    def work():
         if rank == VICTIM:
             raise KeyboardInterrupt
         return bytes([rank])
@@ -188,9 +181,7 @@ def meet_after_an_interrupt(rank: int, world_size: int) -> list[str]:
     return seen
 
 
-def test_a_rank_that_is_interrupted_in_its_work_is_missed_and_no_row_of_it_counts(
-    interrupted: Ranks,
-) -> None:
+def test_a_rank_that_is_interrupted_in_its_work_is_missed_and_no_row_of_it_counts(interrupted):
     found = results_of(interrupted)
     assert found[VICTIM] == ["KeyboardInterrupt: "]
     for rank in (0, 2):

@@ -6,30 +6,26 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disk import Fault, FaultyFiles
+from disk import Fault, FaultyFiles, Watched
+from hostile import sealed
 from inner import (
     MANIFEST,
     Files,
     Manifest,
     Part,
-    Reader,
     TensorRow,
-    Verified,
     check_quickly,
     digest_of,
     file_name,
     index_name,
-    seal,
     unseal,
     verify,
     write_checkpoint,
@@ -44,14 +40,14 @@ SOURCES = Path(__file__).parents[2] / "src"
 
 
 @cache
-def files_of(ranks: int, step: int = 2) -> dict[str, bytes]:
+def files_of(ranks, step=2):
     """Return the files of one checkpoint by name, as the code under test wrote them."""
     tree = disk_with(ranks, {step: chr(ord("A") + step - 1)}).tree()
     prefix = f"/run/step-{step:08d}/"
     return {name.removeprefix(prefix): data for name, data in tree.items() if data is not None}
 
 
-def folder_of(files: dict[str, bytes], folder: Path) -> Path:
+def folder_of(files, folder):
     folder.mkdir(exist_ok=True)
     for name, data in files.items():
         (folder / name).write_bytes(data)
@@ -59,13 +55,13 @@ def folder_of(files: dict[str, bytes], folder: Path) -> Path:
 
 
 @pytest.fixture(params=[1, 3])
-def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+def folder(request, tmp_path):
     return folder_of(
         {n: d for n, d in files_of(request.param).items() if "lock" not in n}, tmp_path
     )
 
 
-def tensor_at(data: bytes, offset: int) -> str | None:
+def tensor_at(data, offset):
     """Return the key of the tensor that has this byte of a safetensors file; None in the header."""
     begin = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:begin])
@@ -73,25 +69,7 @@ def tensor_at(data: bytes, offset: int) -> str | None:
     return next((k for k, (lo, hi) in places.items() if begin + lo <= offset < begin + hi), None)
 
 
-class Watched(Files):
-    """Files that write down what is read of them."""
-
-    def __init__(self) -> None:
-        self.reads: dict[str, list[tuple[int, int]]] = {}
-
-    def open(self, path: Path) -> Reader:
-        reads, reader = self.reads.setdefault(path.name, []), super().open(path)
-        inner = reader.read_into
-
-        def read_into(offset: int, buffer: memoryview) -> None:
-            reads.append((offset, offset + buffer.nbytes))
-            inner(offset, buffer)
-
-        reader.read_into = read_into  # type: ignore[method-assign]
-        return reader
-
-
-def write_large(folder: Path) -> Path:
+def write_large(folder):
     """Write three tensors, of 1, 9.5 and 0.1 MiB."""
     shapes = [(1 << 18,), (19, 1 << 17), (26214,)]
     rng = np.random.default_rng(0)
@@ -99,7 +77,7 @@ def write_large(folder: Path) -> Path:
     rows = [
         TensorRow(kind="param", name=f"t{n}", dtype="F32", shape=s) for n, s in enumerate(shapes)
     ]
-    fields: dict[str, Any] = dict.fromkeys(("shardwise", "torch", "run", "saved_at"), "x")
+    fields = dict.fromkeys(("shardwise", "torch", "run", "saved_at"), "x")
     fields |= {"layouts": (), "tied": {}, "optimizer": None, "ranks": ()}
     manifest = Manifest(
         format=1, step=3, stage=0, num_shards=1, num_replicas=1, tensors=tuple(rows), **fields
@@ -109,15 +87,15 @@ def write_large(folder: Path) -> Path:
     return folder / "large"
 
 
-def files_found(verified: Verified) -> set[str]:
+def files_found(verified):
     return {finding.file for finding in verified.findings}
 
 
 # -- what is whole --------------------------------------------------------------------------------
 
 
-def test_a_whole_checkpoint_has_no_findings_and_every_byte_is_read(folder: Path) -> None:
-    told: list[int] = []
+def test_a_whole_checkpoint_has_no_findings_and_every_byte_is_read(folder):
+    told = []
     verified = verify(FILES, folder, told.append)
     sizes = [path.stat().st_size for path in folder.iterdir()]
     assert (verified.findings, verified.notes, verified.ok) == ((), (), True)
@@ -126,7 +104,7 @@ def test_a_whole_checkpoint_has_no_findings_and_every_byte_is_read(folder: Path)
     assert verified.step == 2
 
 
-def test_each_file_of_tensors_is_read_once_from_start_to_end(tmp_path: Path) -> None:
+def test_each_file_of_tensors_is_read_once_from_start_to_end(tmp_path):
     watched, folder = Watched(), write_large(tmp_path)
     assert verify(watched, folder).ok
     reads = watched.reads[file_name(0, 0)]
@@ -135,7 +113,7 @@ def test_each_file_of_tensors_is_read_once_from_start_to_end(tmp_path: Path) -> 
     assert max(end - begin for begin, end in reads) <= 4 << 20
 
 
-def test_foreign_files_are_noted_and_are_no_damage(folder: Path) -> None:
+def test_foreign_files_are_noted_and_are_no_damage(folder):
     (folder / "README.md").write_text("mine")
     (folder / "notes").mkdir()
     verified = verify(FILES, folder)
@@ -148,9 +126,7 @@ def test_foreign_files_are_noted_and_are_no_damage(folder: Path) -> None:
 
 
 @given(data=st.data(), ranks=st.sampled_from([1, 3]))
-def test_any_flipped_bit_is_found_with_its_file_and_tensor(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, ranks: int
-) -> None:
+def test_any_flipped_bit_is_found_with_its_file_and_tensor(tmp_path_factory, data, ranks):
     files = files_of(ranks)
     name = data.draw(st.sampled_from(sorted(files)))
     at = data.draw(st.integers(0, 8 * len(files[name]) - 1))
@@ -166,7 +142,7 @@ def test_any_flipped_bit_is_found_with_its_file_and_tensor(
 
 
 @pytest.mark.parametrize("change", ["cut", "grown", "gone", "link", "folder"])
-def test_a_file_that_is_no_longer_itself_is_named(folder: Path, change: str) -> None:
+def test_a_file_that_is_no_longer_itself_is_named(folder, change):
     for path in sorted(folder.iterdir()):
         data = path.read_bytes()
         if change in ("cut", "grown"):
@@ -188,7 +164,7 @@ def test_a_file_that_is_no_longer_itself_is_named(folder: Path, change: str) -> 
     assert verify(FILES, folder).ok
 
 
-def test_the_files_of_two_ranks_that_changed_places_are_named(tmp_path: Path) -> None:
+def test_the_files_of_two_ranks_that_changed_places_are_named(tmp_path):
     files = files_of(3)
     for kind in (lambda rank: file_name(rank, 0), index_name):
         one, other = kind(0), kind(1)
@@ -196,7 +172,7 @@ def test_the_files_of_two_ranks_that_changed_places_are_named(tmp_path: Path) ->
         assert {one, other} <= files_found(verify(FILES, folder_of(swapped, tmp_path)))
 
 
-def test_a_file_of_another_step_of_the_same_size_is_named(tmp_path: Path) -> None:
+def test_a_file_of_another_step_of_the_same_size_is_named(tmp_path):
     files, older = files_of(3), files_of(3, step=1)
     for name in files:
         if name == MANIFEST:
@@ -208,14 +184,14 @@ def test_a_file_of_another_step_of_the_same_size_is_named(tmp_path: Path) -> Non
     assert {index_name(rank) for rank in range(3)} <= found
 
 
-def test_a_file_too_many_that_could_be_taken_for_ours_is_damage(folder: Path) -> None:
+def test_a_file_too_many_that_could_be_taken_for_ours_is_damage(folder):
     (folder / file_name(7, 0)).write_bytes((folder / file_name(0, 0)).read_bytes())
     (finding,) = verify(FILES, folder).findings
     assert finding.file == file_name(7, 0)
     assert "does not name" in str(finding)
 
 
-def test_all_damage_is_listed_and_not_only_the_first(tmp_path: Path) -> None:
+def test_all_damage_is_listed_and_not_only_the_first(tmp_path):
     files = dict(files_of(3))
     names = [file_name(0, 0), file_name(1, 0), index_name(2)]
     for name in names:
@@ -228,7 +204,7 @@ def test_all_damage_is_listed_and_not_only_the_first(tmp_path: Path) -> None:
     assert "not checked" in str(found[-1])
 
 
-def test_a_large_tensor_says_which_chunks_and_where(tmp_path: Path) -> None:
+def test_a_large_tensor_says_which_chunks_and_where(tmp_path):
     folder = write_large(tmp_path)
     path = folder / file_name(0, 0)
     data = bytearray(path.read_bytes())
@@ -248,7 +224,7 @@ def test_a_large_tensor_says_which_chunks_and_where(tmp_path: Path) -> None:
     assert "7 of its 10 chunks cannot be read (the file ends before it)" in second.text
 
 
-def test_a_read_that_fails_names_the_tensor_and_the_rest_is_read(tmp_path: Path) -> None:
+def test_a_read_that_fails_names_the_tensor_and_the_rest_is_read(tmp_path):
     folder = write_large(tmp_path)
     # Reads: the manifest, the index, the header; then the chunks one by one.
     files = FaultyFiles(FILES, Fault(5, errno.EIO, "read"))
@@ -258,7 +234,7 @@ def test_a_read_that_fails_names_the_tensor_and_the_rest_is_read(tmp_path: Path)
     assert f"errno {errno.EIO}" in finding.text
 
 
-def test_a_damaged_manifest_is_the_one_finding(folder: Path) -> None:
+def test_a_damaged_manifest_is_the_one_finding(folder):
     path = folder / MANIFEST
     path.write_bytes(path.read_bytes().replace(b'"stage":3', b'"stage":2'))
     (finding,) = verify(FILES, folder).findings
@@ -266,12 +242,12 @@ def test_a_damaged_manifest_is_the_one_finding(folder: Path) -> None:
     assert "digest" in finding.text
 
 
-def test_what_cannot_be_judged_is_an_error_and_no_damage(folder: Path) -> None:
+def test_what_cannot_be_judged_is_an_error_and_no_damage(folder):
     with pytest.raises(CheckpointError, match="cannot be listed"):
         verify(FILES, folder / "nowhere")
     path = folder / MANIFEST
     value = unseal(path.read_bytes(), "") | {"format": 3}
-    path.write_bytes(sealed(value))
+    path.write_bytes(sealed(dumps(value)))
     with pytest.raises(CheckpointError, match="format 3"):
         verify(FILES, folder)
 
@@ -279,31 +255,19 @@ def test_what_cannot_be_judged_is_an_error_and_no_damage(folder: Path) -> None:
 # -- lies with the right seal ---------------------------------------------------------------------
 
 
-def sealed(value: Any) -> bytes:
-    class _Value:
-        def model_dump(self, **_: Any) -> Any:
-            return value
-
-    return seal(_Value())  # type: ignore[arg-type]
-
-
-def forge(
-    folder: Path,
-    edit_index: Callable[[Any], None] = lambda value: None,
-    edit_manifest: Callable[[Any], None] = lambda value: None,
-) -> None:
+def forge(folder, edit_index=lambda value: None, edit_manifest=lambda value: None):
     """Change the index of rank 0 and the manifest, and seal both anew."""
     index = unseal((folder / index_name(0)).read_bytes(), "")
     edit_index(index)
-    data = sealed(index)
+    data = sealed(dumps(index))
     (folder / index_name(0)).write_bytes(data)
     manifest = unseal((folder / MANIFEST).read_bytes(), "")
     manifest["ranks"][0] |= {"index_bytes": len(data), "digest": digest_of(data)}
     edit_manifest(manifest)
-    (folder / MANIFEST).write_bytes(sealed(manifest))
+    (folder / MANIFEST).write_bytes(sealed(dumps(manifest)))
 
 
-def rewrite_header(folder: Path, edit: Callable[[Any], None]) -> None:
+def rewrite_header(folder, edit):
     """Change the header of a file, and its digest in the index; nothing moves."""
     path = folder / file_name(0, 0)
     data = path.read_bytes()
@@ -317,7 +281,7 @@ def rewrite_header(folder: Path, edit: Callable[[Any], None]) -> None:
     forge(folder, lambda index: index["files"][0].update(header=digest_of(changed)))
 
 
-def test_a_forged_checkpoint_without_a_lie_passes(folder: Path) -> None:
+def test_a_forged_checkpoint_without_a_lie_passes(folder):
     forge(folder)
     rewrite_header(folder, lambda header: None)
     assert verify(FILES, folder).ok
@@ -342,9 +306,7 @@ def test_a_forged_checkpoint_without_a_lie_passes(folder: Path) -> None:
         (lambda index: index["files"][0].update(num_bytes=9), "it names"),
     ],
 )
-def test_an_index_that_lies_under_a_right_seal_is_found(
-    folder: Path, edit: Callable[[Any], None], part: str
-) -> None:
+def test_an_index_that_lies_under_a_right_seal_is_found(folder, edit, part):
     forge(folder, edit)
     verified = verify(FILES, folder)
     assert part in " | ".join(map(str, verified.findings))
@@ -361,28 +323,24 @@ def test_an_index_that_lies_under_a_right_seal_is_found(
         (lambda header: header.pop("r0"), "begins at byte"),
     ],
 )
-def test_a_header_that_tells_others_something_else_is_found(
-    folder: Path, edit: Callable[[Any], None], part: str
-) -> None:
+def test_a_header_that_tells_others_something_else_is_found(folder, edit, part):
     rewrite_header(folder, edit)
     verified = verify(FILES, folder)
     assert part in " | ".join(map(str, verified.findings))
 
 
-def test_a_manifest_without_ranks_is_found_although_its_files_are_there(folder: Path) -> None:
+def test_a_manifest_without_ranks_is_found_although_its_files_are_there(folder):
     forge(folder, edit_manifest=lambda manifest: manifest.update(ranks=[]))
     assert not verify(FILES, folder).ok
 
 
 @given(data=st.data())
-def test_no_sealed_nonsense_ends_in_another_error(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
+def test_no_sealed_nonsense_ends_in_another_error(tmp_path_factory, data):
     """Whoever seals a checkpoint can write what they like; it is damage or an error, no crash."""
     folder = folder_of(files_of(1), tmp_path_factory.mktemp("lie"))
     junk = st.sampled_from([None, -1, 0, 1, 2**49, 2**63, 1.5, "", "x", [], {}, [0] * 40, True])
 
-    def spoil(value: Any) -> None:
+    def spoil(value):
         for _ in range(20):
             if not isinstance(value, dict | list) or not value:
                 return
@@ -393,7 +351,7 @@ def test_no_sealed_nonsense_ends_in_another_error(
                 return
             value = value[key]
 
-    nothing: Callable[[Any], None] = lambda value: None  # noqa: E731
+    nothing = lambda value: None  # noqa: E731
     in_index = data.draw(st.booleans())
     forge(folder, spoil if in_index else nothing, nothing if in_index else spoil)
     try:
@@ -404,7 +362,7 @@ def test_no_sealed_nonsense_ends_in_another_error(
         check_quickly(FILES, folder)
 
 
-def test_verifying_imports_no_torch(folder: Path) -> None:
+def test_verifying_imports_no_torch(folder):
     code = (
         "import sys; from pathlib import Path; from shardwise.checkpoint.files import Files;"
         "from shardwise.checkpoint.verify import verify;"

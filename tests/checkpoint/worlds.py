@@ -5,13 +5,8 @@ of it is held by the ranks of a mesh of its own, some cells by a second mesh too
 random one, so that nothing passes for anything else.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise, product
-from pathlib import Path
-from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -19,21 +14,17 @@ from torch import Tensor
 
 from disk import Lockstep
 from inner import (
-    Files,
     Item,
-    Kind,
     LayoutRow,
     OptimizerRow,
     Ranks,
     Table,
     TensorInfo,
     TensorRow,
-    Written,
     assemble,
     dtype_name,
     write_checkpoint,
 )
-from shardwise.comm.control import Control
 from shardwise.layout.boxes import Region
 from shardwise.layout.segments import build_layout
 
@@ -60,7 +51,7 @@ class World:
     seed: int = 0
     truth: dict[str, Tensor] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         """Make all elements."""
         random = torch.Generator().manual_seed(self.seed)
         for number, unit in enumerate(self.units):
@@ -72,12 +63,12 @@ class World:
                     made = torch.randint(high, size, generator=random, dtype=torch.uint8)
                     self.truth[name] = made.view(unit.dtype).view(unit.shape)
 
-    def table_of(self, rank: int) -> Table:
+    def table_of(self, rank):
         """Return what one rank has."""
-        meshes: list[Ranks] = [((rank,),)]
-        layouts: list[LayoutRow] = []
-        sharded: list[Item] = []
-        whole: list[Item] = []
+        meshes = [((rank,),)]
+        layouts = []
+        sharded = []
+        whole = []
         for number, unit in enumerate(self.units):
             for region, held in unit.cells:
                 for mesh in held:
@@ -85,7 +76,7 @@ class World:
                         if mesh not in meshes:
                             meshes.append(mesh)
                         layout = LayoutRow(
-                            kind=unit.kind,  # type: ignore[arg-type]
+                            kind=unit.kind,
                             shapes=(region.shape, region.shape),
                             mesh=meshes.index(mesh),
                         )
@@ -95,7 +86,11 @@ class World:
                             name = f"u{number}.a"
                             data = self.truth[f"{name}.buffer"][slices(region)]
                             info = self._info("buffer", f"{name}.buffer")
-                            whole.append(Item(TensorRow.of_piece(info, region), data.reshape(-1)))
+                            whole.append(
+                                Item(
+                                    TensorRow.of_piece(info, region), data.contiguous().reshape(-1)
+                                )
+                            )
         for n, who in enumerate(self.whole):
             if who == rank or n % 2:
                 made = torch.arange(5) + (10 * rank if n % 3 == 0 else 0)
@@ -117,24 +112,22 @@ class World:
             is_alike=False,
         )
 
-    def _items(
-        self, number: int, region: Region, mesh: Ranks, rank: int, layout: int
-    ) -> Iterator[Item]:
+    def _items(self, number, region, mesh, rank, layout):
         unit = self.units[number]
         (shard,) = {row.index(rank) for row in mesh if rank in row}
-        cut = build_layout(unit.kind, [region.shape] * 2, len(mesh[0]))  # type: ignore[arg-type]
+        cut = build_layout(unit.kind, [region.shape] * 2, len(mesh[0]))
         for state, (index, letter) in product(("", "exp_avg"), enumerate("ab")):
             info = self._info("optimizer" if state else "param", f"u{number}.{letter}", state)
             held = cut.piece(index, shard)
-            data = self.truth[info.key][slices(region)].reshape(-1)[held.lo : held.hi]
+            data = self.truth[info.key][slices(region)].contiguous().reshape(-1)[held.lo : held.hi]
             yield Item(TensorRow.of_piece(info, region, layout, index), data, held.lo)
 
-    def _info(self, kind: Kind, name: str, state: str = "") -> TensorInfo:
+    def _info(self, kind, name, state=""):
         key = f"optim.state.{name}.{state}" if state else name
         tensor = self.truth[key]
         return TensorInfo(kind, name, dtype_name(tensor.dtype, key), tuple(tensor.shape), state)
 
-    def expected(self) -> dict[str, Tensor]:
+    def expected(self):
         """Return all tensors that a reader of rank 0's own state must find."""
         cut = {f"u{n}.a.buffer" for n, unit in enumerate(self.units) if len(unit.cells) > 1}
         found = {k: t for k, t in self.truth.items() if not k.endswith("buffer") or k in cut}
@@ -144,11 +137,11 @@ class World:
         return found
 
 
-def slices(region: Region) -> tuple[slice, ...]:
+def slices(region):
     return tuple(slice(a, a + n) for a, n in zip(*region, strict=True))
 
 
-def grid(shape: Sequence[int], cuts: Sequence[Sequence[int]]) -> list[Region]:
+def grid(shape, cuts):
     """Return the cells between these cuts of each dim, the ends left out."""
     sides = []
     for size, inner in zip(shape, cuts, strict=True):
@@ -160,14 +153,14 @@ def grid(shape: Sequence[int], cuts: Sequence[Sequence[int]]) -> list[Region]:
 
 
 @st.composite
-def regions(draw: st.DrawFn, shape: tuple[int, ...]) -> Region:
+def regions(draw, shape):
     """Return any box of a tensor."""
     at = tuple(draw(st.integers(0, size)) for size in shape)
     return Region(at, tuple(draw(st.integers(0, n - a)) for a, n in zip(at, shape, strict=True)))
 
 
 @st.composite
-def worlds(draw: st.DrawFn, max_ranks: int = 8) -> World:
+def worlds(draw, max_ranks=8):
     num_ranks = draw(st.sampled_from([n for n in (1, 2, 3, 4, 6, 8) if n <= max_ranks]))
     units = []
     for _ in range(draw(st.integers(1, 3))):
@@ -196,7 +189,7 @@ def worlds(draw: st.DrawFn, max_ranks: int = 8) -> World:
     return World(num_ranks, tuple(units), tuple(whole), draw(st.integers(0, 99)))
 
 
-def _sizes(draw: st.DrawFn, cells: int, num_ranks: int) -> list[int]:
+def _sizes(draw, cells, num_ranks):
     """Return how many ranks hold each cell."""
     sizes, left = [], num_ranks
     for behind in range(cells - 1, -1, -1):
@@ -205,17 +198,17 @@ def _sizes(draw: st.DrawFn, cells: int, num_ranks: int) -> list[int]:
     return sizes
 
 
-def _mesh(draw: st.DrawFn, ranks: Sequence[int]) -> Ranks:
+def _mesh(draw, ranks):
     """Return a mesh of these ranks: all shards, all replicas, or two replicas."""
     rows = draw(st.sampled_from([n for n in (1, 2, len(ranks)) if len(ranks) % n == 0]))
     size = len(ranks) // rows
     return tuple(tuple(ranks[r * size : (r + 1) * size]) for r in range(rows))
 
 
-def save_world(files: Files, folder: Path, tables: Sequence[Table]) -> list[Any]:
+def save_world(files, folder, tables):
     """Save as many ranks, in turns; return what each of them returned or raised."""
 
-    def body(control: Control) -> Written:
+    def body(control):
         manifest, part = assemble(control, tables[control.rank], "run", 3)
         return write_checkpoint(files, control, folder, bytes(4), manifest, part)
 

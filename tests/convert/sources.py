@@ -5,7 +5,7 @@ import os
 import torch
 
 from shardwise.checkpoint.container import dtype_name
-from shardwise.checkpoint.source import TensorInfo
+from shardwise.checkpoint.source import OptimizerInfo, TensorInfo
 
 
 class MemorySource:
@@ -36,6 +36,32 @@ class MemorySource:
         self.largest_read_bytes = max(self.largest_read_bytes, piece.nbytes)
         self.total_read_bytes += piece.nbytes
         return piece
+
+
+def source_of(model, optimizer=None, values=None):
+    """Describe a plain model as other formats would, with an optimizer also the rest of its state.
+
+    ``values`` are those of the optimizer's state that are no tensors.
+    """
+    params = dict(model.named_parameters())
+    names = {id(p): name for name, p in params.items()}
+    everywhere = model.named_parameters(remove_duplicate=False)
+    tied = {name: names[id(p)] for name, p in everywhere if name not in params}
+    source = MemorySource(params, tied=tied)
+    if optimizer is None:
+        return source
+    groups = tuple(
+        {**group, "params": [names[id(p)] for p in group["params"]]}
+        for group in optimizer.param_groups
+    )
+    source.optimizer = OptimizerInfo("AdamW", groups, values or {})
+    for name, buffer in model.named_buffers():
+        if name in model.state_dict():
+            source.add("buffer", name, buffer)
+    for param, state in optimizer.state.items():
+        for key, value in state.items():
+            source.add("optimizer", names[id(param)], value, key)
+    return source
 
 
 def whole_tensors(source):

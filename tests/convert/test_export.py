@@ -16,7 +16,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from checkpoint.disk import FaultyFiles
-from convert.sources import MemorySource, all_bits, bits, odd_tensors, whole_tensors
+from convert.sources import MemorySource, all_bits, bits, odd_tensors, source_of, whole_tensors
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.source import OptimizerInfo
 from shardwise.convert import export
@@ -253,15 +253,6 @@ def llama(*, tied=False):
     return transformers.LlamaForCausalLM(config).eval()
 
 
-def source_of(model):
-    """Take parameters once and the further names of shared ones as tied, as a checkpoint does."""
-    params = dict(model.named_parameters())
-    first = {id(p): name for name, p in params.items()}
-    everywhere = model.named_parameters(remove_duplicate=False)
-    tied = {name: first[id(p)] for name, p in everywhere if name not in params}
-    return MemorySource(params, tied=tied)
-
-
 @torch.no_grad()
 def logits(model):
     return model(IDS).logits
@@ -427,23 +418,6 @@ def take_steps(model, optimizer, num_steps):
         optimizer.zero_grad()
 
 
-def source_with_optimizer(model, optimizer):
-    names = {id(p): name for name, p in model.named_parameters()}
-    groups = [
-        {**group, "params": [names[id(p)] for p in group["params"]]}
-        for group in optimizer.param_groups
-    ]
-    source = source_of(model)
-    for name, buffer in model.named_buffers():
-        source.add("buffer", name, buffer)
-    for param, state in optimizer.state.items():
-        for key, value in state.items():
-            source.add("optimizer", names[id(param)], value, key)
-    source.optimizer = OptimizerInfo("AdamW", tuple(groups))
-    source.add("extra", "loader", torch.ones(3))
-    return source
-
-
 def load_dcp(nested, folder):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -452,7 +426,9 @@ def load_dcp(nested, folder):
 
 def test_a_plain_script_resumes_from_the_dcp_export_to_the_bit(tmp_path):
     model, optimizer = trained(seed=0, num_steps=3)
-    export_dcp(source_with_optimizer(model, optimizer), tmp_path / "out")
+    source = source_of(model, optimizer)
+    source.add("extra", "loader", torch.ones(3))
+    export_dcp(source, tmp_path / "out")
     assert sorted(os.listdir(tmp_path / "out")) == [".metadata", "__0_0.distcp"]
     assert os.listdir(tmp_path) == ["out"]
 

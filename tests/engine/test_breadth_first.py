@@ -97,12 +97,16 @@ def kept(model, batches):
 def ways(folder):
     """Return ways to shard, each with what to compare with, and how that accumulates."""
     every_step = partial(shard, schedule=Schedule(reduce_every="step"))
-    for number, (stage, precision) in enumerate(product((0, 1, 2, 3, 3), ("fp32", "bf16"))):
-        kind, layout = (Stack, Checkpointed)[(number // 2 + number) % 2], number // 2 % 2
-        options = {"stage": stage, "layout": ("rows", "flat")[layout], "precision": precision}
+    cells = product((0, 1, 2, 3), ("fp32", "bf16"))
+    for number, (stage, precision) in enumerate(cells):
+        kind, layout = (
+            (Stack, Checkpointed)[(number // 2 + number) % 2],
+            ("rows", "flat")[number % 2],
+        )
+        options = {"stage": stage, "layout": layout, "precision": precision}
         make = lambda kind=kind, options=options: every_step(kind(), **options)  # noqa: E731
         yield make, make, one_by_one
-    for offload, precision in product(("cpu", f"nvme:{folder}"), ("fp32", "bf16")):
+    for offload, precision in (("cpu", "bf16"), (f"nvme:{folder}", "fp32")):
         make = partial(lambda **options: every_step(Stack(), **options), precision=precision)
         yield partial(make, offload=offload), make, one_by_one
     inside = lambda: every_step(CheckpointedInside())  # noqa: E731

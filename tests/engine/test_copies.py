@@ -9,12 +9,10 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
-import shardwise
 from models import Block, OddModel, Stack
 from oracle import assert_same_bits, average
 from ranks import on_ranks
-from roundings import assert_rounded_alike
-from shardwise import Offload, ShardTensor, accumulate, gathered, shard
+from shardwise import Offload, ShardTensor, gathered, shard
 from shardwise.debug import stats
 from shardwise.engine.api import engine_of
 from shardwise.errors import StateError
@@ -158,26 +156,6 @@ def test_an_averaged_model_is_that_of_one_process(rank, world_size):
             assert torch.equal(plain(loader[0]), out)
 
 
-@on_ranks(2)
-def test_an_averaged_model_is_saved_as_any_sharded_model(tmp_path):
-    folder = str(tmp_path / "averaged")
-    model = shard(make_normed(), stage=3, layout="flat")
-    averaged = AveragedModel(model)
-    with torch.no_grad():
-        model.head.bias.add_(1)
-    averaged.update_parameters(model)
-    with torch.no_grad():
-        model.head.bias.add_(1)
-    averaged.update_parameters(model)
-    shardwise.save(folder, averaged.module)
-    other = shard(make_normed(), stage=1)
-    shardwise.load(folder, other)
-    assert_same_bits(full_parameters(other), full_parameters(averaged.module))
-    mean = make_normed().head.bias.detach() + 1.5  # of the values after one step and after two
-    # Two sums in the model; the difference, its half and the sum in the average.
-    assert_rounded_alike(full_parameters(other)["head.bias"], mean, 2 + 3)
-
-
 @pytest.mark.parametrize("stage", [0, 3])
 @on_ranks(2)
 def test_a_copy_inside_gathered_is_plain(stage):
@@ -246,25 +224,3 @@ def test_names_that_people_look_for_say_what_to_do():
     inside = shard(Refusing(), stage=3)
     with pytest.raises(StateError, match="inside a forward or backward pass"):
         inside(torch.ones(1, 2))
-
-
-@on_ranks(1, 2)
-def test_no_sync_is_a_micro_batch_that_is_not_the_last(rank, world_size):
-    ((first, second, third),) = make_steps(world_size, 1, 3)
-    for options in SPREAD:
-        found = []
-        for by_name in (True, False):
-            torch.manual_seed(0)
-            model = shard(Stack(), **options)
-            for batch in (first, second):
-                with model.no_sync() if by_name else accumulate(model, last=False):
-                    mean_square(model, batch[rank]).backward()
-                if by_name and options["stage"] < 2:
-                    with pytest.raises(StateError, match="not reduced yet"):
-                        model.head.weight.grad + 1
-            mean_square(model, third[rank]).backward()
-            found.append(full_grads(model))
-        assert_same_bits(found[0], found[1])
-        with pytest.raises(ZeroDivisionError), model.no_sync():
-            raise ZeroDivisionError
-        assert engine_of(model).is_last_micro_batch

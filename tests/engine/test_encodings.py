@@ -13,11 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
 
 from block_codes import ODD_SHAPES, cuts_of, decoded, wire_bytes
 from ranks import on_ranks
@@ -239,22 +234,6 @@ def check_beside(exact, coded):
         error, largest = (coded[name] - mean).abs().max(), mean.abs().max()
         assert error <= 2.0**-8 * 2 * largest, name
         assert (error > 0) == (mean.dim() > 1), name
-
-
-@on_ranks(4)
-def test_encoded_reductions_go_beside_tensor_parallelism():
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
-    grads = []
-    for reduce in (None, "bf16-a2a"):
-        torch.manual_seed(1)
-        model = nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 8))
-        plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
-        parallelize_module(model, mesh["tensor"], plan)
-        shard(model, mesh=mesh["shard"], precision=Precision(reduce=reduce))
-        generator = torch.Generator().manual_seed(mesh["shard"].get_local_rank())
-        model(torch.randn(3, 8, generator=generator)).square().mean().backward()
-        grads.append({n: p.grad.full_tensor() for n, p in model.named_parameters()})
-    check_beside(*grads)
 
 
 @on_ranks(4)

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import zero_from_scratch as zero
-from models import Block, Checkpointed, OddModel, Stack
+from models import Checkpointed, OddModel, Stack
 from oracle import assert_same_bits
 from ranks import on_ranks
 from roundings import assert_rounded_alike
@@ -142,36 +142,6 @@ def test_buffers_are_each_ranks_own_and_those_of_ddp_where_the_loop_sends_them(r
             assert alike == (sends or rank == 0)
             ours = {name: p.full_tensor() for name, p in model.named_parameters()}
             assert_same_bits(ours, dict(ddp.named_parameters()))
-
-
-class NormBlock(Block):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(8)
-
-    def forward(self, x):
-        return super().forward(self.norm(x))
-
-
-class NormalisedUnits(Stack):
-    block_class = NormBlock
-
-
-@on_ranks(2)
-def test_batch_norm_keeps_its_statistics(rank, world_size):
-    """Feed every rank the same batches, then the plain model has the same statistics."""
-    steps = [[by_rank[:1] * world_size for by_rank in m] for m in make_steps(1, 3)]
-    found = []
-    for options in (None, *SPREAD):
-        torch.manual_seed(0)
-        model = NormalisedUnits() if options is None else shard(NormalisedUnits(), **options)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for (by_rank,) in steps:
-            mean_square(model, by_rank[rank]).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append({**full_parameters(model), **dict(model.named_buffers())})
-        assert_same_bits(found[-1], found[0])
 
 
 def train_with_user_hooks(model, batch):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from models import Block, Stack, stack_roundings
+from models import Stack, stack_roundings
 from oracle import assert_same_bits
 from ranks import on_ranks, run_ranks
 from roundings import assert_all_rounded_alike, assert_rounded_alike
@@ -182,31 +182,6 @@ def test_what_init_leaves_unwritten_of_a_model_on_meta_is_refused_by_name(rank, 
     last = world_size - 1
     with pytest.raises(ShardwiseError, match=f"rank {last}: nothing has written 'blocks.1.ids'"):
         emptied(("ids",) if rank == last else ())(x)
-
-
-class Mixed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList([Block(), Block()])
-        self.bare = Bare()
-
-
-@on_ranks(2)
-def test_a_module_that_cannot_be_initialised_is_refused_before_anything_changed():
-    with torch.device("meta"):
-        model = Mixed()
-    before = dict(model.named_parameters())
-    with pytest.raises(ConfigError) as caught:
-        shard(model)
-    assert {n: id(p) for n, p in model.named_parameters()} == {n: id(p) for n, p in before.items()}
-    assert not model._forward_hooks
-    assert not model.blocks[0]._forward_pre_hooks
-    assert not hasattr(model, "_shardwise_engine")
-    assert all(p.is_meta for p in model.parameters())
-    message = str(caught.value)
-    assert "'bare' (Bare)" in message
-    assert "reset_parameters" in message
-    assert "init=" in message
 
 
 @on_ranks(2)

@@ -19,13 +19,13 @@ from torch import nn
 from models import Stack
 from ranks import on_ranks
 from same_runs import assert_same, everything, go_on, loss_of, make, same_runs, train
-from shardwise import Checkpoints, Offload, describe, load, overlap, save, shard
+from shardwise import Checkpoints, Offload, describe, load, save, shard
 from shardwise.comm.collectives import Comm
 from shardwise.debug import stats
 from shardwise.device import HostTime
 from shardwise.engine import agreement
 from shardwise.engine.api import engine_of
-from shardwise.errors import ConfigError, ShardError, StateError, StorageError
+from shardwise.errors import ConfigError, StateError, StorageError
 from shardwise.host import available_host_bytes
 from shardwise.offload import file_slices
 from shardwise.offload.disk import Disk
@@ -255,7 +255,7 @@ def test_parameters_trained_in_turns_have_all_state_in_files(tmp_path):
             for name, param in model.named_parameters():
                 if ("bias" in name) == (step % 2 == 0):
                     param.grad = None
-            optimizer.step()
+            optimizer.step(None)  # as accelerate calls it
             optimizer.zero_grad()
         local = sum(elements_of(param).nbytes for param in model.parameters())
         in_files = stats(model, optimizer).bytes_by_place.get("files", 0)
@@ -364,31 +364,6 @@ def test_checkpoints_move_state_between_files_and_memory(world_size, tmp_path, n
 
 
 @on_ranks(2)
-def test_a_failed_disk_is_told_and_the_last_checkpoint_is_whole(rank, tmp_path):
-    def fail(*args):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    place = f"nvme:{tmp_path}"
-    model, optimizer = make("adamw", place)
-    overlap(optimizer)
-    train(model, optimizer, 2)
-    save(tmp_path / "saved", model, optimizer)
-    expected = go_on(model, optimizer)
-    said = rf"rank {rank}, unit '.*writing .* in {tmp_path} failed: Input/output error"
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        pytest.raises(ShardError, match=said) as failure,
-    ):
-        patch.setattr(System, "write", fail)
-        train(model, optimizer, 1, first=4)
-        optimizer.state_dict()
-    assert "load() a checkpoint" in str(failure.value)
-    for again in ((model, optimizer), make("adamw", place)):
-        load(tmp_path / "saved", *again)
-        assert_same(go_on(*again), expected)
-
-
-@on_ranks(2)
 def test_a_first_step_that_fails_midway_is_refused_until_a_load(rank, tmp_path):
     """The third unit's state cannot be written: refused until a load, then as ever."""
     place = f"nvme:{tmp_path}"
@@ -411,18 +386,6 @@ def test_a_first_step_that_fails_midway_is_refused_until_a_load(rank, tmp_path):
     optimizer.zero_grad()
     load(tmp_path / "saved", model, optimizer)
     assert_same(train(model, optimizer, 2), expected)
-
-
-@on_ranks(1)
-def test_a_first_step_without_a_closure_stores_the_state(tmp_path):
-    writes = []
-    model, optimizer = make("adamw", f"nvme:{tmp_path}")
-    model(torch.ones(3, 8)).sum().backward()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StateFile, "store", lambda self, held: writes.append(held))
-        patch.setattr(StateFile, "at_rest", lambda self, key: writes[-1][key])
-        optimizer.step(None)  # as accelerate calls it
-    assert len(writes) == len(engine_of(model).units)
 
 
 @on_ranks(1, 3)
@@ -547,15 +510,6 @@ def test_a_model_trains_whose_state_is_four_times_the_memory(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, before)
         threading.stack_size(stack_bytes)
-
-
-@on_ranks(1, 3)
-def test_a_missing_folder_is_told_before_anything_changes(tmp_path):
-    model = Stack()
-    before = [*model.parameters()]
-    with pytest.raises(ConfigError, match=r"nowhere.*expected a folder that is there"):
-        shard(model, offload=f"nvme:{tmp_path / 'nowhere'}")
-    assert all(a is b for a, b in zip(model.parameters(), before, strict=True))
 
 
 @pytest.mark.parametrize(

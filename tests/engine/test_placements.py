@@ -116,7 +116,7 @@ def experts(rank, world_size, mesh, stage, layout):
     trains(rank, world_size, model, plain, sums)
 
 
-def columns(rank, world_size, stage, precision):
+def columns(rank, world_size, stage):
     """Matrices cut along their last dim train as one process does; `p` is its columns."""
     torch.manual_seed(0)
     plain = Net()
@@ -126,7 +126,6 @@ def columns(rank, world_size, stage, precision):
         model,
         stage=stage,
         mesh=mesh,
-        precision=precision,
         units=Units(Experts, placements=lambda name, param: Shard(-1) if param.ndim > 1 else None),
     )
     weight = model.layers[1].weight
@@ -225,18 +224,16 @@ def refuses(mesh):
 def test_meshes_and_dims_of_single_parameters_leave_the_steps_of_one_process(rank, world_size):
     if world_size == 4:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
-        for stage, layout in ((0, "rows"), (1, "flat"), (2, "rows"), (3, "rows"), (3, "flat")):
+        for stage, layout in ((0, "rows"), (1, "flat"), (2, "matrices"), (3, "rows")):
             experts(rank, world_size, mesh, stage, layout)
-        for stage in (1, 3):
-            experts(rank, world_size, mesh, stage, "matrices")
         refuses(mesh)
         for order in (2.0, 1.0, float("inf")):
             clips_over_meshes(mesh, order)
     elif world_size == 3:
         experts(rank, 3, init_device_mesh("cpu", (1, 3), mesh_dim_names=("efsdp", "ep")), 3, "rows")
     clips_as_torch_does(rank, world_size)
-    for stage in (0, 1, 2, 3):
-        columns(rank, world_size, stage, "fp32")
+    for stage in (0, 1, 2, 3) if world_size < 4 else ():
+        columns(rank, world_size, stage)
 
 
 # `describe()` says where a parameter's elements are.

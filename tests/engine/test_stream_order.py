@@ -388,11 +388,6 @@ MISTAKES = {
         "stage 3",
         r"the compute stream, reads .* while allgather_into_tensor_coalesced_",
     ),
-    "parameters of fully_shard are read before they are gathered": (
-        blind(Unit, "finish_unshard"),
-        "by block",
-        r"the compute stream, reads .* while allgather_into_tensor_coalesced_",
-    ),
     "parameters are freed while they are gathered": (
         blind(Unit, "reshard"),
         "ends early",

@@ -316,9 +316,10 @@ def test_a_key_that_stands_there_twice_is_refused_and_a_missing_file_too(tmp_pat
     with pytest.raises(ConfigError, match="'stage' stands twice") as caught:
         from_deepspeed(path)
     assert str(path) in str(caught.value)
-    path.write_text("{")
-    with pytest.raises(ConfigError, match="expected JSON"):
-        from_deepspeed(path)
+    for text, named in (("{", "expected JSON"), ("[1]", "expected an object")):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=named):
+            from_deepspeed(path)
 
 
 def test_integral_floats_are_whole_numbers_and_null_is_as_if_it_were_not_there():
@@ -392,6 +393,10 @@ def test_a_copy_of_the_settings_still_misses_what_is_auto(again):
     copied.scheduler(optimizer, total_num_steps=10)
 
 
+SGD = {"optimizer": {"type": "SGD"}}
+WARMS_UP = {"scheduler": {"type": "WarmupLR"}}
+
+
 def scheduler_of(params, **overrides):
     optimizer = torch.optim.SGD(parameters(), lr=0.5)
     block = {"type": "StepLR", "params": params}
@@ -413,8 +418,13 @@ def optimizer_of(params, **overrides):
         (lambda: optimizer_of({"lr": -1}), "AdamW refuses its arguments: Invalid learning rate"),
         (lambda: optimizer_of({"lr": 0.1}, wieght_decay=1), "did you mean 'weight_decay'"),
         (lambda: from_deepspeed({}, world_size=0), "world_size: expected a whole number, 1 or"),
-        (lambda: from_deepspeed({}, world_size=-2), "world_size: expected .* got -2"),
         (lambda: from_deepspeed({}, world_size="2"), "world_size: expected .* got '2'"),
+        (lambda: from_deepspeed({}, auto="lr"), "auto: expected a dict of full names"),
+        (lambda: from_deepspeed(SGD).optimizer(torch.nn.Linear(1, 1)), "got a Linear; give .param"),
+        (
+            lambda: from_deepspeed(WARMS_UP).scheduler("x"),
+            "expected an optimizer of torch, got 'x'",
+        ),
         (lambda: from_deepspeed(None), "expected a dict, or the path .* got None"),
         (lambda: from_deepspeed([1]), r"expected a dict, or the path .* got \[1\]"),
     ],

@@ -100,11 +100,11 @@ def settings(rank, world):
     ahead.set_modules_to_forward_prefetch(list(ahead.blocks))
     ahead.blocks[2].set_modules_to_backward_prefetch([ahead.blocks[1], ahead.blocks[0]])
     check(ahead)
-    hooked = sharded()
-    seen = Seen()
-    hooked.set_all_reduce_hook(seen)
+    hooked, seen = sharded(), Seen()
+    stream, current = torch.cpu.Stream(), torch.cpu.current_stream()
+    hooked.set_all_reduce_hook(seen, stream=stream)
     check(hooked)
-    assert len(seen) == 1
+    assert seen == [stream] and torch.cpu.current_stream() is current
     custom = sharded()
     calls = []
     custom.set_custom_all_gather(Gather(calls))
@@ -120,11 +120,11 @@ def settings(rank, world):
     check(accepted)
 
 
-class Seen(list[int]):
-    """A hook that has no hash."""
+class Seen(list[torch.Stream]):
+    """A hook that has no hash, and notes the stream that it runs on."""
 
     def __call__(self, reduced):
-        self.append(reduced.numel())
+        self.append(torch.cpu.current_stream())
 
 
 class Gather:
@@ -377,15 +377,6 @@ def as_torch_tells(rank, world):
     assert lines[-2:] == expected_lines[:-3:-1]
 
 
-def streams(rank, world):
-    """The hook of reduced gradients runs on the stream that it was given with."""
-    model, seen = sharded(), []
-    stream, current = torch.cpu.Stream(), torch.cpu.current_stream()
-    model.set_all_reduce_hook(lambda _: seen.append(torch.cpu.current_stream()), stream=stream)
-    model(batch()).sum().backward()
-    assert seen == [stream] and torch.cpu.current_stream() is current
-
-
 @on_ranks(1, pytest.param(2, marks=pytest.mark.kernels), 3)
 def test_methods_state_and_compositions_mean_what_torchs_do(rank, world):
     lifetimes(rank, world)
@@ -394,7 +385,6 @@ def test_methods_state_and_compositions_mean_what_torchs_do(rank, world):
     compositions(rank, world)
     casts(rank, world)
     as_torch_tells(rank, world)
-    streams(rank, world)
     compressed(rank, world)
     if world > 1:
         unused(rank, world)

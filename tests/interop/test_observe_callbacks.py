@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from launched import launched
 from models import Stack
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from shardwise import shard
 from shardwise.errors import ConfigError
 from shardwise.monitor.metrics import DATA_S, STALL_S, STEP_S, TOKENS_PER_S
@@ -125,8 +125,8 @@ def test_a_trainer_run_is_observed_by_one_callback(world_size, tmp_path):
     assert not (tmp_path / "none").exists()
 
 
-def flops_of(rank, world_size):
-    """Return the operations of a token, as they are told and by the model's own config."""
+@on_ranks(1)
+def test_of_experts_of_transformers_those_count_that_a_token_is_sent_to():
     from shardwise.monitor.describe import facts_of
     from transformers_models import make_mixtral
 
@@ -137,12 +137,8 @@ def flops_of(rank, world_size):
     wanted = sum(p.numel() * (share if p.ndim == 3 else 1) for p in params.values())
     shard(model, stage=3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return facts_of(model, [optimizer], ["host"]).flops_per_token, 6 * wanted
-
-
-def test_of_experts_of_transformers_those_count_that_a_token_is_sent_to():
-    ((told, wanted),) = run_ranks(flops_of, 1)
-    assert told == pytest.approx(wanted)
+    told = facts_of(model, [optimizer], ["host"]).flops_per_token
+    assert told == pytest.approx(6 * wanted)
 
 
 # -- accelerate

@@ -164,11 +164,6 @@ IDS = torch.arange(16).view(2, 8)
 BF16 = torch.bfloat16
 
 
-def values(model):
-    """Return copies of everything, whatever is gathered."""
-    return {name: value.detach().clone() for name, value in full_parameters(model).items()}
-
-
 def logits(model):
     model.eval()
     with torch.no_grad():
@@ -212,7 +207,7 @@ def test_adapters_are_saved_as_stock_peft_saves_them_and_loaded_without_the_base
     base = make_llama().to(BF16)
     plain = peft.PeftModel.from_pretrained(base, str(ours))
     plain.load_adapter(str(ours / "second"), "second")
-    expected = values(model)
+    expected = full_parameters(model)
     assert_same_bits(dict(plain.named_parameters()), expected)
 
     # A sharded model reads it, whatever its stage.
@@ -220,7 +215,7 @@ def test_adapters_are_saved_as_stock_peft_saves_them_and_loaded_without_the_base
         fresh = shard(lora_llama(BF16, names, **embedding), stage=stage)
         load_adapter(fresh, ours)
         load_adapter(fresh, ours / "second", "second")
-        assert_same_bits(values(fresh), expected)
+        assert_same_bits(full_parameters(fresh), expected)
         assert all(isinstance(p, ShardTensor) for p in fresh.parameters())
         assert torch.equal(logits(fresh), logits(plain))
         assert len(set(losses_of(fresh))) == 2  # it goes on learning
@@ -229,7 +224,7 @@ def test_adapters_are_saved_as_stock_peft_saves_them_and_loaded_without_the_base
     fresh = by_calls(lora_llama(BF16, names, **embedding))
     load_adapter(fresh, ours)
     load_adapter(fresh, ours / "second", "second")
-    assert_same_bits(values(fresh), expected)
+    assert_same_bits(full_parameters(fresh), expected)
     assert len(set(losses_of(fresh))) == 2
     load_adapter(fresh, ours)
     save_adapter(fresh, Path(tmp_path, "calls"))
@@ -241,14 +236,14 @@ def test_adapters_are_saved_as_stock_peft_saves_them_and_loaded_without_the_base
     fresh = shard(lora_llama(BF16, names, **embedding), stage=3)
     for name, path in zip(names, (ours, ours / "second"), strict=True):
         fresh.load_adapter(str(path), name)
-    assert_same_bits(values(fresh), expected)
+    assert_same_bits(full_parameters(fresh), expected)
 
 
 @on_ranks(2)
 def test_adapters_that_do_not_fit_change_nothing_and_say_why(rank, tmp_path):
     folder = str(tmp_path)
     model = shard(lora_llama(targets=("q_proj",)), stage=3)
-    before = values(model)
+    before = full_parameters(model)
     for other, why in (
         (lora_llama(targets=("v_proj",)), "v_proj"),  # other layers
         (lora_llama(targets=("q_proj", "v_proj")), "v_proj"),  # more layers
@@ -265,7 +260,7 @@ def test_adapters_that_do_not_fit_change_nothing_and_say_why(rank, tmp_path):
     dist.barrier()
     with pytest.raises(ConfigError, match="size mismatch"):
         load_adapter(model, folder)
-    assert_same_bits(values(model), before)
+    assert_same_bits(full_parameters(model), before)
     with pytest.raises(ConfigError, match="'nobody': the model has no such adapter; it has 'd"):
         save_adapter(model, folder, ["nobody"])
     with pytest.raises(CheckpointError, match=r"rank 0: .*should be a directory"):
@@ -298,10 +293,10 @@ def test_a_folder_that_one_rank_cannot_read_is_refused_on_all_ranks(rank, tmp_pa
         load_adapter(model, here)
     if rank == 1:
         lora_llama(targets=("v_proj",)).save_pretrained(str(here))
-    before = values(model)
+    before = full_parameters(model)
     with pytest.raises(ConfigError, match=r"rank 1: .*does not fit adapter 'default'.*v_proj"):
         load_adapter(model, here)
-    assert_same_bits(values(model), before)
+    assert_same_bits(full_parameters(model), before)
     with pytest.raises(ConfigError, match=r"mistyped is no folder"):
         load_adapter(model, Path(tmp_path, "mistyped"))
     load_adapter(model, Path(tmp_path, "of rank 0"))
@@ -333,7 +328,7 @@ def test_adapters_of_tied_embeddings_are_loaded_from_what_was_saved(tmp_path):
         dist.barrier()
         fresh = shard(tied_llama(2, options), stage=3)
         load_adapter(fresh, Path(tmp_path, name))
-        assert_same_bits(values(fresh), values(model))
+        assert_same_bits(full_parameters(fresh), full_parameters(model))
 
 
 PROMPTS = {
@@ -369,10 +364,10 @@ def save_prompts(rank, world_size, folder):
                     load_adapter(fresh, path)
                 continue
             load_adapter(fresh, path)
-            assert_same_bits(values(fresh), dict(plain.named_parameters()))
+            assert_same_bits(full_parameters(fresh), dict(plain.named_parameters()))
             with pytest.raises(ConfigError, match="does not fit adapter 'default'"):
                 load_adapter(fresh, Path(folder, "lora"))
-            assert_same_bits(values(fresh), dict(plain.named_parameters()))
+            assert_same_bits(full_parameters(fresh), dict(plain.named_parameters()))
 
 
 def test_prompts_are_saved_as_stock_peft_saves_them_and_loaded(tmp_path):
@@ -408,7 +403,7 @@ def test_switching_and_disabling_adapters_is_that_of_the_plain_model():
             assert torch.equal(logits(model), found[-1])
         for ours, theirs in zip(found, trace, strict=True):
             assert torch.equal(torch.as_tensor(ours), torch.as_tensor(theirs))
-        assert_same_bits(values(model), dict(plain.named_parameters()))
+        assert_same_bits(full_parameters(model), dict(plain.named_parameters()))
 
 
 @on_ranks(2)
@@ -419,8 +414,8 @@ def test_merging_is_that_of_the_plain_model():
             getattr(model, work)()
             getattr(plain, work)()
             assert torch.equal(logits(model), logits(plain))
-            assert_same_bits(values(model), dict(plain.named_parameters()))
-        assert_same_bits(values(model), dict(plain.named_parameters()))
+            assert_same_bits(full_parameters(model), dict(plain.named_parameters()))
+        assert_same_bits(full_parameters(model), dict(plain.named_parameters()))
         expected = plain.merge_and_unload().state_dict()
         with gathered(model, writeback=True):
             merged = model.merge_and_unload()

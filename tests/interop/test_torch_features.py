@@ -20,7 +20,6 @@ from shardwise.config import Schedule
 from shardwise.debug import stats
 from shardwise.engine.api import engine_of
 from shardwise.errors import StateError
-from shardwise.trace import Tracer
 from trainer import adamw, full_parameters, make_steps, mean_square, sgd, sharded_by_block, train
 
 # torch's compiler and profiler warn about themselves.
@@ -246,17 +245,6 @@ def test_a_profile_names_every_unit_in_every_phase(sharded):
         assert phases["recompute"] == phases["recompute_end"] == units - {"(root)"}
         for phase in once:
             assert labels.count(f"shardwise.{phase}(blocks.1)") == 1
-
-
-def test_without_a_profiler_no_label_is_made():
-    tracer = Tracer()
-    assert tracer.span("reduce", "a") is tracer.span("unshard", "b")
-    tracer.mark_begin("forward", "a")
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        tracer.mark_begin("forward", "")
-        with tracer.span("reduce", "a", ""):
-            torch.zeros(1)
-    assert labels_of(profiler) == ["shardwise.forward((root))", "shardwise.reduce(a, (root))"]
 
 
 CUT_SHORT = """

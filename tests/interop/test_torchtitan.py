@@ -84,25 +84,14 @@ class Decoder(nn.Module):
         return self.lm_head(self.norm(x))
 
 
-def settings(**changed):
+def settings(parallel_dims, **parallelism):
     """Return what torchtitan's Trainer gives beside the model; the names of 0.3."""
-    given = {
-        "parallel_dims": Dims(),
-        "training": SimpleNamespace(
-            disable_cuda_graphs=False,
-        ),
-        "parallelism": SimpleNamespace(
-            spmd_backend="spmd_types",
-            enable_fsdp_symm_mem=False,
-        ),
+    usual = {"spmd_backend": "spmd_types", "enable_fsdp_symm_mem": False}
+    return {
+        "parallel_dims": parallel_dims,
+        "training": SimpleNamespace(disable_cuda_graphs=False),
+        "parallelism": SimpleNamespace(**usual | parallelism),
     }
-    for key, value in changed.items():
-        of = given.get(key)
-        if isinstance(of, SimpleNamespace):
-            of.__dict__.update(value)
-        else:
-            given[key] = value
-    return given
 
 
 def sum_loss(model, tokens, num_tokens):
@@ -184,8 +173,8 @@ def test_a_models_own_function_takes_any_degree_and_shards_by_ours(rank, world_s
     torch.manual_seed(0)
     start = Decoder()
     mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("dp_shard", "tp"))
-    given = settings(parallel_dims=Dims(dp_shard=2, tp=2, meshes=[mesh]))
-    model = with_stand_in(copy.deepcopy(start), **given)
+    dims = Dims(dp_shard=2, tp=2, meshes=[mesh])
+    model = with_stand_in(copy.deepcopy(start), **settings(dims))
     assert isinstance(model, FSDPModule) and isinstance(model.layers["0"], FSDPModule)
     for by_rank in steps[:1]:
         sum_loss(model, by_rank[rank // 2], num_tokens_of(by_rank)).backward()
@@ -207,7 +196,7 @@ def test_axes_that_are_all_data_parallel_need_no_names(rank, world_size):
     for num_replicas in (1, 2):
         dims = Dims(dp_replicate=num_replicas, dp_shard=world_size // num_replicas)
         dims.get_activated_mesh(["dp_replicate", "dp_shard"])
-        model = with_stand_in(copy.deepcopy(plain), **settings(parallel_dims=dims))
+        model = with_stand_in(copy.deepcopy(plain), **settings(dims))
         for param in model.parameters():
             assert isinstance(param, DTensor)
             assert param.placements == (Replicate(), Shard(0))[-param.device_mesh.ndim :]
@@ -220,14 +209,14 @@ def test_axes_that_are_all_data_parallel_need_no_names(rank, world_size):
 def test_what_the_engine_lacks_is_refused_before_anything_changes():
     on_gpu = Dims(meshes=[SimpleNamespace(device_type="cuda")])
     cases = [
-        ("spmd_backend='full_dtensor'", {"parallelism": {"spmd_backend": "full_dtensor"}}),
-        ("enable_fsdp_symm_mem", {"parallelism": {"enable_fsdp_symm_mem": True}}),
-        ("disable_cuda_graphs", {"parallel_dims": on_gpu}),
+        ("spmd_backend='full_dtensor'", settings(Dims(), spmd_backend="full_dtensor")),
+        ("enable_fsdp_symm_mem", settings(Dims(), enable_fsdp_symm_mem=True)),
+        ("disable_cuda_graphs", settings(on_gpu)),
     ]
-    for wanted, case in cases:
+    for wanted, given in cases:
         model = Decoder()
         with pytest.raises(ConfigError, match=wanted):
-            with_stand_in(model, **settings(**case))
+            with_stand_in(model, **given)
         assert type(model) is Decoder
 
 

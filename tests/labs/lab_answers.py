@@ -40,7 +40,6 @@ LAB1 = Answers(
         ],
         (4, "held"): [
             (HELD, "    return len(storages)", "460 expected"),
-            (HELD, "    return sum(storages.values()) // 4", "460 expected"),
             (STORAGES, "{i: t.numel() for i, t in enumerate(tensors)}", "elements are"),
             (STORAGES, "{i: t.nbytes for i, t in enumerate(tensors)}", "460 expected"),
             (
@@ -101,11 +100,7 @@ LAB2 = Answers(
                 "    dist.all_gather(pieces, tensor)\n    return pieces[left]\n",
                 "line 31 calls all-gather: this lab builds it from isend and recv",
             ),
-            (
-                "dist.isend(tensor, right)",
-                "dist.isend(torch.zeros_like(tensor), right)",
-                "is all zeros",
-            ),
+            ("tensor,", "torch.zeros_like(tensor),", "is all zeros"),
         ],
         (2, "scatter"): [
             (PARTIAL, "        total = exchange(total)\n", "add in each step"),
@@ -181,7 +176,6 @@ GATHER = "    dist.all_gather(list(values.chunk(dist.get_world_size())), shard)"
 SHARD = "nn.Parameter(self.flat.values[rank * size : (rank + 1) * size])"
 ADAM = "torch.optim.Adam([self.shard], lr=lr, foreach=False)"
 MEAN = "        self.shard.grad = mean_slice(self.flat.grads)\n"
-STEP = "        self.optimizer.step()\n"
 BACK = "        gather_slices(self.flat.values, self.shard.data)\n"
 ZERO = "        self.flat.grads.zero_()\n"
 LAB3 = Answers(
@@ -278,7 +272,6 @@ LAB3 = Answers(
         ],
         (5, "bits"): [
             (BACK, "", "is as before: gather all slices"),
-            (STEP + BACK, BACK + STEP, "is as before: gather all slices, after"),
         ],
         (5, "gradient"): [
             (ZERO, "", "still has that of the step before in it"),
@@ -343,7 +336,6 @@ LAB4 = Answers(
                 HOOKS.replace("lambda _p: self.count_gradient()", "self.count_gradient"),
                 "gives the parameter to count_gradient, which takes none",
             ),
-            (HOOKS, HOOKS + HOOKS, "wrote 2 gradients, and count_gradient was called 4"),
             (
                 HOOKS,
                 "        module.register_full_backward_hook(lambda *_: self.count_gradient())\n",
@@ -390,11 +382,7 @@ LAB4 = Answers(
         (4, "gradient"): [
             (WAITING, "", "unit 'once', is all zeros"),
             (WAITING, WAITING.replace("> 0", "== 0"), "unit 'once', is all zeros"),
-            (
-                WAITING,
-                WAITING.replace("unit.reduce()", "unit.num_missing = 0"),
-                "unit 'once', is all zeros",
-            ),
+            ("unit.reduce()", "unit.num_missing = 0", "unit 'once', is all zeros"),
             (
                 WAITING,
                 WAITING.replace("unit.reduce()", "unit.shard.grad = torch.zeros_like(unit.shard)"),
@@ -406,7 +394,6 @@ LAB4 = Answers(
         ],
         (5, "bits"): [
             (GATHERS, "", "is as before: gather all slices"),
-            (STEP2 + GATHERS, GATHERS + STEP2, "is as before: gather all slices, after"),
             (GATHERS, GATHERS.replace("units:", "units[:1]:"), "of unit 'twice', which is as"),
         ],
         (5, "gradient"): [
@@ -444,11 +431,7 @@ LAB5 = Answers(
             (SHARD3 + FREED, SHARD3, "bytes of full values after __init__"),
             (SHARD3, SHARD3.replace("[self.mine]", ""), "2,080 elements, 1,040"),
             (SHARD3, SHARD3.replace("clone()", "zero_().clone()"), "is all zeros"),
-            (
-                SHARD3,
-                SHARD3.replace("self.mine", ": self.shard.numel()"),
-                "the shard on rank 1 is rank 0's slice",
-            ),
+            ("self.mine", ": self.shard.numel()", "the shard on rank 1 is rank 0's slice"),
             (
                 SHARD3,
                 SHARD3.replace("[self.mine].clone()", ".clone()[self.mine]"),
@@ -459,7 +442,6 @@ LAB5 = Answers(
             (AGAIN, "", "a second gather sends 4,160 bytes"),
             (FILL + "        self.is_full = True\n", FILL, "a second gather sends"),
             (MEMORY, "", "out of bounds for storage"),
-            (MEMORY, MEMORY.replace(" * 4", ""), "out of bounds for storage"),
             (
                 MEMORY,
                 "        self.values = torch.empty(self.values.numel())\n",
@@ -553,16 +535,13 @@ LAB10 = Answers(
             ("    return count + (held > 0)", "    return count + 1", "6 in the run, 7"),
             (LOOP, LOOP.replace(">=", ">"), "units [40, 10, 10], buckets of 20: 1 red"),
             (LOOP, LOOP.replace("reversed(unit_bytes)", "unit_bytes"), "3 red"),
-            (LOOP, LOOP.replace("+ 1, 0", "+ 1, held - bucket_bytes"), "6 in the run, 7"),
             (LOOP, "    count = len(unit_bytes)\n", "3 in the run, 6 by your rule"),
         ],
         (2, "buckets"): [
             (SMALL, SMALL.replace("2 * ", ""), "a healthy run is blamed"),
-            (SMALL, SMALL.replace("2 *", "9 *"), "tiny buckets: None, SW010"),
             (LARGE, "bucket_bytes > 2 * usual_bytes and False", "SW011 expected"),
             (LARGE, "bucket_bytes >= max(unit_bytes)", "[60, 60, 60, 60], 130, 100) is SW011"),
             (f"bucket_bytes > usual_bytes and {LARGE}", LARGE, "[20, 20, 20], 100, 100) is SW011"),
-            (LARGE, f"2 * {LARGE}", "[60, 60, 60, 60], 130, 100) is SW011"),
             (f"if {SMALL}", "if bucket_bytes > usual_bytes", "tiny buckets: None"),
         ],
         (3, "wrapping"): [
@@ -571,7 +550,6 @@ LAB10 = Answers(
             (MOST, "max(unit_bytes) > sum(unit_bytes) / 3", "([40, 30, 30]) is SW004, None"),
             ("if len(unit_bytes) == 1", "if len(unit_bytes) < 4", "SW002, SW004"),
             ("if len(unit_bytes) == 1", "if not unit_bytes", "one unit: SW004, SW002"),
-            (MOST, MOST.replace(">", "<"), "a healthy run is blamed"),
         ],
         (4, "saves"): [
             (YOUNG, "    return (save_s * failure_s) ** 0.5", "1,039 s lose 4.33 %"),
@@ -621,11 +599,9 @@ LAB10 = Answers(
         (8, "mend"): [
             (BUCKET10, "{}", "and now SW010"),
             (BUCKET10, BUCKET10.replace("20", "30"), "and now SW011"),
-            (UNITS10, '{"units": [24]}', "and now SW002"),
             (UNITS10, "{}", "and now SW004"),
             (UNITS10, UNITS10.replace("sum", "len"), "the model has 24"),
             (UNITS10, UNITS10[:-1] + ', "bucket_bytes": 1 << 21}', "'bucket_bytes' was right"),
-            (OFFLOAD10, '{"offload": "files"}', "slow link: the doctor found SW032, and now SW033"),
             (OFFLOAD10, "{}", "and now SW032"),
             (SAVES10, '{"save_every": 20}', "no saves: the doctor found SW051, and now SW051"),
             (f"settings | {SAVES10}", "None", "mend returns None; settings with units,"),

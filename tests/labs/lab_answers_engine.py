@@ -68,11 +68,7 @@ LAB11 = Answers(
                 "parts of a tensor are not averaged",
             ),
             (MEAN11, "            pass\n", "is this rank's alone"),
-            (
-                MEAN11,
-                MEAN11.replace(", group=group", ""),
-                "is the sum over all ranks, divided by dp",
-            ),
+            ("grad, group=group", "grad", "is the sum over all ranks, divided by dp"),
         ],
         (5, "pipeline"): [
             (LOSS11, LOSS11.replace(" / len(micro)", ""), "divide each micro-batch's"),
@@ -109,7 +105,6 @@ FILL12 = "    flat[:numel] = torch.cat(slices)[:numel]\n"
 CUT12 = "    return flat.chunk(num_ranks)[rank].clone()\n"
 COPY12 = '    trainer.shard.data.copy_(mine["values"])\n'
 BACK12 = "    gather_slices(trainer.flat.values, trainer.shard.data)\n"
-COUNT12 = '        "step": states[0]["count"],\n'
 SET12 = '        torch.set_rng_state(states[rank]["random"])\n'
 NOT_AS_BEFORE = "the values or the random generator are not as they were"
 LAB12 = Answers(
@@ -134,11 +129,7 @@ LAB12 = Answers(
             (MAKE12, "    growing.mkdir()\n", "File exists"),
         ],
         (2, "newest"): [
-            (
-                GLOB12,
-                '    found = sorted(folder.glob("*"))\n',
-                "step-001000 is the highest: that is no checkpoint",
-            ),
+            ("step-*", "*", "step-001000 is the highest: that is no checkpoint"),
             (LAST12, "    return found[0] if found else None\n", "step-000020"),
             (LAST12, "    return found[-1]\n", "list index out of range"),
             (
@@ -161,11 +152,7 @@ LAB12 = Answers(
                 '        "first": adam["exp_avg_sq"],\n        "second": adam["exp_avg"],\n',
                 "is it the first moment?",
             ),
-            (
-                '"values": trainer.shard.data.clone(),',
-                '"values": trainer.flat.values,',
-                "34764 elements, 17382 expected",
-            ),
+            ("shard.data.clone()", "flat.values", "34764 elements, 17382 expected"),
             ("trainer.shard.data.clone()", "trainer.shard.data", "torch.save writes them all"),
             ('"count": adam["step"]', '"count": adam["step"] + 1', "is 5 after 4 steps"),
         ],
@@ -175,18 +162,12 @@ LAB12 = Answers(
             (CUT12, CUT12.replace(".clone()", ""), "is a view of all elements"),
             (CUT12, "    return slices[rank].clone()\n", "has 3 elements, 4 expected"),
             (FLAT12, FLAT12.replace("padded(numel, num_ranks)", "numel"), "elements"),
-            (
-                FLAT12 + FILL12,
-                "    flat = torch.cat(slices)[: padded(numel, num_ranks)]\n",
-                "that only made the old slices equal",
-            ),
         ],
         (5, "losses"): [
             (COPY12, "", NOT_AS_BEFORE),
             (BACK12, "", NOT_AS_BEFORE),
             (SET12, "        pass\n", NOT_AS_BEFORE),
             (SET12, SET12.replace("[rank]", "[0]"), "rank 1, step 5: the loss is"),
-            (COUNT12, '        "step": torch.tensor(0.0),\n', "step 6: the loss is"),
             (
                 '"exp_avg": mine["first"]',
                 '"exp_avg": torch.zeros_like(mine["first"])',

@@ -61,7 +61,6 @@ LAB0 = Answers(
                 "            p.data /= dist.get_world_size()\n",
                 "is the mean of all ranks' values",
             ),
-            (SEND0, SEND0.replace("p.data", "p.data.clone()"), "begin apart"),
             (ADAM0, ADAM0.replace("parameters", "parameters[:2]"), "lacks 2 of 4"),
         ],
         (5, "passes"): [
@@ -100,26 +99,10 @@ LAB8 = Answers(
     {"number of ranks": False, "fewer bytes": False, "of the copies": True},
     {
         (1, "blocks"): [
-            (
-                BLOCKS8,
-                BLOCKS8.replace("min(begin + size, numel)", "begin + size"),
-                "ends at 12, and there are 10 elements",
-            ),
-            (
-                BLOCKS8,
-                BLOCKS8.replace("range(0, numel, size)", "range(0, numel // size * size, size)"),
-                "the last elements are in no block",
-            ),
-            (
-                BLOCKS8,
-                BLOCKS8.replace("range(0, numel,", "range(0, numel + 1,"),
-                "the last block is empty",
-            ),
-            (
-                BLOCKS8,
-                BLOCKS8.replace("min(begin + size, numel)", "min(size, numel - begin)"),
-                "and not how long it is",
-            ),
+            ("min(begin + size, numel)", "begin + size", "ends at 12, and there are 10 elements"),
+            ("numel,", "numel // size * size,", "the last elements are in no block"),
+            ("numel,", "numel + 1,", "the last block is empty"),
+            ("begin + size, numel", "size, numel - begin", "and not how long it is"),
             (
                 BLOCKS8,
                 BLOCKS8.replace("min(begin + size, numel)", "min(begin + size, numel) - 1"),
@@ -156,11 +139,6 @@ LAB8 = Answers(
         ],
         (3, "ahead"): [
             (
-                AHEAD8,
-                "            " + ADAM8 + "            " + WRITE8 + MORE8,
-                "the read of the next one has not begun",
-            ),
-            (
                 FIRST8 + LOOP_AHEAD8 + TAKE8 + MORE8,
                 LOOP_AHEAD8 + "            moments = store.read(begin, end)\n",
                 "the read of the next one has not begun",
@@ -190,7 +168,6 @@ LAB8 = Answers(
             (COUNT8, "", "your code raised"),
             (BACK8, "", "is as before"),
             (STEP8, STEP8.replace("step_ahead", "step_by_blocks"), "called step_ahead 0 times"),
-            (STEP8 + BACK8, BACK8 + STEP8, "is as before"),
             ("        self.flat.grads.zero_()\n", "", "are gradients set to zero"),
         ],
         (4, "held"): [
@@ -219,12 +196,10 @@ ULP = "    return torch.ldexp(torch.ones_like(weights), exponent - 9)"
 MASTER = "nn.Parameter(values.chunk(num_ranks)[rank].clone())"
 ADAM9 = "torch.optim.Adam([self.master], lr=lr, foreach=False)"
 MEAN9 = "        self.master.grad = mean_slice(self.flat.grads.float())\n"
-STEP9 = "        self.optimizer.step()\n"
 SEND9 = "        gather_slices(self.flat.values, self.master.data.bfloat16())\n"
 FLAG = "    bad = (~grad.isfinite().all()).float()\n"
 TELL = "        dist.all_reduce(bad)\n"
 SKIP = "        return None if bad else grad / self.scale"
-COUNT9 = "        self.good_steps = 0 if is_skipped else self.good_steps + 1\n"
 GROWN = "        elif self.good_steps == self.growth_steps:\n"
 GROW = "            self.scale, self.good_steps = self.scale * 2, 0\n"
 LAB9 = Answers(
@@ -264,7 +239,6 @@ LAB9 = Answers(
             ("        self.master.grad = None\n", "", "the master still has its grad"),
         ],
         (3, "bits"): [
-            (STEP9 + SEND9, SEND9 + STEP9, "the bf16 copy of all values on rank"),
             (SEND9, "", "is as before: gather the masters after"),
             (
                 SEND9,
@@ -299,7 +273,6 @@ LAB9 = Answers(
             ("            self.scale /= 2\n", "            pass\n", "8, 4 expected"),
             ("            self.scale /= 2\n", "            self.scale *= 2\n", "16, 4"),
             (GROW, GROW.replace(", 0", ", self.good_steps"), "8, 16 expected"),
-            (COUNT9, COUNT9.replace("0 if is_skipped else ", ""), "6 are counted"),
             (GROWN, GROWN.replace(" == self.growth_steps", " > 0"), "16, 8 expected"),
             (GROW, "            self.good_steps = 0\n", "4, 8 expected"),
         ],
@@ -401,16 +374,7 @@ LAB6 = Answers(
             (SENT6, SENT6.replace("2 * sum(own) - own[-1]", "sum(own)"), "again for"),
             (SENT6, SENT6.replace("own[-1]", "own[0]"), "the FIRST unit is counted once"),
             (SENT6, SENT6.replace(" + 4 * num_tensors", ""), "ranks with a gradient are counted"),
-            (
-                SENT6,
-                SENT6.replace("4 * num_tensors", "num_tensors"),
-                "136,232 bytes in reductions, 136,3",
-            ),
-            (
-                SENT6,
-                "    return 2 * sum(others) - others[-1], sum(own) + 4 * num_tensors\n",
-                "bytes in",
-            ),
+            ("own) - own[-1], sum(others", "others) - others[-1], sum(own", "bytes in"),
         ],
     },
     rough_rows=(),
@@ -438,16 +402,11 @@ LAB7 = Answers(
     {
         (1, "start"): [
             (GUARD7, "        if self.is_full:\n            return\n", "a second gather"),
-            (
-                GUARD7,
-                "        if self.work is not None:\n            return\n",
-                "gathers a unit that is full",
-            ),
+            ("is_full or self.", "", "gathers a unit that is full"),
             (START7, START7.replace(", async_op=True", ""), "does not wait"),
             (START7, START7.replace("self.work = ", ""), "`work` is None after"),
             (START7, START7 + "        self.is_full = True\n", "calls itself full"),
             (ROOM7, "", "out of bounds for storage"),
-            (START7, START7 + "        self.work.wait()\n", "does not wait"),
         ],
         (2, "gather"): [
             (WAIT7, "", "returns before its message has come"),
@@ -459,7 +418,6 @@ LAB7 = Answers(
             (BEGIN7, "        super().gather()\n", "begins another message"),
         ],
         (3, "order"): [
-            (INDEX7, INDEX7.replace("self.direction * ", ""), "unit 1 is full"),
             (BOUND7, "            if following < len(self.units):\n", "unit 5 is full"),
             (BOUND7, "            if True:\n", "list index out of range"),
             (INDEX7, "            following = index\n", "0 of 12 gathers run beside"),

@@ -423,34 +423,6 @@ def test_a_decoder_on_meta_gets_the_same_experts_for_any_ep(rank, num_ranks):
         assert torch.equal(a, b) and not a.is_meta
 
 
-@on_ranks(4)
-def test_experts_keep_their_own_values_and_copies_of_them_stay_the_same(rank, num_ranks):
-    """Also with other seeds on other ranks: what copies there are have the first one's bits.
-
-    transformers#45662 (overwritten by rank 0), Automodel#3135 (replicas drift apart).
-    """
-    cell = Cell({"ep": 2, "dp_replicate": 2})
-    for by in (3, "fully_shard"):
-        cell = replace(cell, by=by)
-        plain = cell.make()
-        model = cell.compose(cell.make(), shardwise.Axes(**cell.degrees))
-        for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
-            assert torch.equal(full(p), q), name
-        description = shardwise.describe(model) if by == 3 else None
-        for unit in description.units if description else ():
-            cuts = {p.name: dict(p.cuts) for p in unit.params if ".experts." in p.name}
-            assert all(cut == {"ep": 0, "efsdp": 0} or cut == {"ep": 0} for cut in cuts.values())
-    model = cell.compose(cell.make(), shardwise.Axes(**cell.degrees))
-    batch = [t.chunk(4)[rank] for t in batch_of(0, 0, 4)]
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    step_of(model, optimizer, [(batch[0], batch[1])])
-    for name, p in model.named_parameters():  # the copies on the other ranks of dp_replicate
-        mine = full(p)
-        copies = [torch.empty_like(mine) for _ in range(num_ranks)]
-        dist.all_gather(copies, mine)
-        assert all(torch.equal(mine, each) for each in copies), name
-
-
 # -- axes of one rank
 @on_ranks(1, 2)
 def test_axes_of_one_rank_cost_no_collective_and_no_bit(rank, num_ranks):

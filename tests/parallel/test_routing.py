@@ -116,19 +116,6 @@ def test_a_bias_moves_by_the_sign_of_what_its_expert_lacks_and_changes_the_choic
     balance_experts(nn.Linear(2, 2))  # a model without experts
 
 
-def test_biases_even_the_load_out():
-    torch.manual_seed(0)
-    router = Router(DIM, Routing(4, 1, "sigmoid", biased=True), std=0.3)
-    x = torch.randn(200, DIM) + 1.0
-    first = F.one_hot(router(x)[1], 4).sum((0, 1))
-    router.load.zero_()
-    for _ in range(300):
-        router(x)
-        balance_experts(router, rate=0.01)
-    last = F.one_hot(router(x)[1], 4).sum((0, 1))
-    assert first.max() > 100 and last.max() < 65
-
-
 def test_routings_that_cannot_be_are_refused():
     with pytest.raises(ConfigError, match="top_k=8 of 7: expected 1 to 7"):
         Routing(7, 8)

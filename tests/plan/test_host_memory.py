@@ -70,7 +70,7 @@ def train(place):
         plain = make_model()
     model = shard(plain, units=nn.Linear, offload=place)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    for _ in range(3):
+    for _ in range(2):
         loss_of(model, make_batch()).backward()
         optimizer.step()
         optimizer.zero_grad()

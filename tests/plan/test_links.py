@@ -64,14 +64,6 @@ def test_the_published_curves_are_met(node, group, published, rel):
         assert found == pytest.approx(gigabytes, rel=rel)
 
 
-def test_a_bucket_of_16_mib_gets_55_per_cent_of_the_asymptote_on_a100():
-    group, node = place(8, 1, 8), NODES["dgx-a100"]
-    share = bus_bandwidth("all_reduce", 16 * MIB, group, node) / bus_bandwidth(
-        "all_reduce", 1 << 40, group, node
-    )
-    assert share == pytest.approx(0.55, abs=0.01)
-
-
 def test_a_curve_scaled_from_nvlink_3_to_5_predicts_the_b200():
     """Held out: NVLink 4 has no curve and takes NVLink 3's, so the rule is tried where one is."""
     measured = NODES["p6-b200"]

@@ -46,13 +46,13 @@ PLACES = [
 FRACTIONS = (1.0, 0.5, 1.0, 0.7, 0.2)
 
 
-def cases(num_ranks):
-    """Every place at every stage, for one rank every other pair; what else there is, in turns."""
+def cases(num_ranks, every=False):
+    """Every place at every stage, pairs in turns for one rank and three; what else, in turns."""
     # Slices that begin inside a block of codes may have one scale more than a plan counts.
     names = [*OPTIMIZERS][: None if num_ranks == 1 else -1]
     pairs = [(s, p) for s in range(4) for p in PLACES]
-    if num_ranks == 1:
-        pairs = [pair for n, pair in enumerate(pairs) if (n + n // len(PLACES)) % 2]
+    if not every:
+        pairs = [p for n, p in enumerate(pairs) if (n + n // len(PLACES) + num_ranks // 3) % 2]
     found = []
     for number, (stage, place) in enumerate(pairs):
         number += num_ranks  # other pairs for other numbers of ranks
@@ -112,7 +112,7 @@ def step(model, optimizer, candidate):
 
 def matrices(num_ranks):
     """A third of the cases, with owners of matrices."""
-    some = cases(num_ranks)[num_ranks % 3 :: 3]
+    some = cases(num_ranks, every=True)[num_ranks % 3 :: 3]
     return [(name, replace(candidate, layout="matrices")) for name, candidate in some]
 
 
@@ -202,8 +202,7 @@ WAYS = [
 
 
 def traffic_cases(num_ranks):
-    pairs = cases(num_ranks)[:: 1 if num_ranks == 1 else 2]
-    found = [(name, replace(c, **WAYS[n // 5 % 4])) for n, (name, c) in enumerate(pairs)]
+    found = [(name, replace(c, **WAYS[n // 5 % 4])) for n, (name, c) in enumerate(cases(num_ranks))]
     for number, (name, candidate) in enumerate(found[::3]):
         kept = candidate.stage == 3 and candidate.offload.params == "device"
         if candidate.stage and not kept:  # encoded where slices rest

@@ -60,20 +60,6 @@ def words(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 # -- a plan
-def test_a_plan_says_what_fits_how_fast_and_why(tiny, capsys):
-    assert run_plan([str(tiny), "--stage", "2", "--gpu", "a100"]) == 0
-    text = words(capsys)
-    for part in ("tiny.yaml", "2 x A100-80GB", "stage 2, micro-batch 2", "fits", "tokens/s"):
-        assert part in text
-    assert "memory at the peak" in text
-    assert "waiting for communication" in text
-
-
-def test_a_plan_that_does_not_fit_has_code_1(tiny, capsys):
-    assert run_plan([str(tiny), "--micro-batch", "1000000"]) == 1
-    assert "will not fit" in words(capsys)
-
-
 def test_bars_of_memory_follow_each_other_to_what_the_verdict_says(tiny, capsys):
     for rows in (1_000_000, 500_000):
         run_plan([str(tiny), "--micro-batch", str(rows)])
@@ -239,7 +225,6 @@ def test_a_file_that_cannot_be_written_is_told_before_anything_runs(
     assert "folder" in refused(command, "no-model", flag, tmp_path)
 
 
-# -- flags that do not exist
 # -- calibrations
 def test_a_calibration_prices_a_plan_and_stands_for_the_machine(tiny, calibration, capsys):
     assert run_plan([str(tiny), "--calibration", str(calibration), "--json"]) == 0

@@ -5,8 +5,9 @@ import signal
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from resumes import curve_of, prepared, train, write_text
 from shardwise.errors import GradientError, ReplicaError
 from shardwise.train import loop
@@ -127,6 +128,14 @@ def test_a_copy_that_differs_between_ranks_ends_the_run_before_it_is_saved(tmp_p
     assert max(names) == "step-00000003"
 
 
+def flags_of(rank, folder):
+    """Return flags of a run on a text that rank 0 writes."""
+    if rank == 0:
+        write_text(folder)
+    dist.barrier()
+    return {"data": folder / "text.txt", "output": folder / "run"}
+
+
 SETTINGS = [
     (1, {"stage": 2, "precision": "fp16", "dropout": 0.1}),
     (2, {"stage": 1, "precision": "bf16", "layout": "flat", "dp_replicate": 2}),
@@ -138,8 +147,12 @@ SETTINGS = [
 ]
 
 
-def is_content(rank, world_size, flags):
-    run = prepared(rank, world_size, flags)
+@pytest.mark.parametrize(("world_size", "flags"), SETTINGS)
+@on_ranks()
+def test_gradients_of_runs_are_right_and_looking_at_them_changes_nothing(
+    rank, world_size, flags, tmp_path
+):
+    run = prepared(rank, world_size, {**flags_of(rank, tmp_path), **flags})
     before = torch.get_rng_state(), [p.to_local().clone() for p in run.model.parameters()]
     report = loop.check_run_gradients(run)
     assert not report.wrong
@@ -152,16 +165,9 @@ def is_content(rank, world_size, flags):
         assert param.grad is None
 
 
-@pytest.mark.parametrize(("world_size", "flags"), SETTINGS)
-def test_gradients_of_runs_are_right_and_looking_at_them_changes_nothing(
-    tmp_path, world_size, flags
-):
-    flags = {"data": write_text(tmp_path), "output": tmp_path / "run", **flags}
-    run_ranks(is_content, world_size, flags)
-
-
-def finds_a_wrong_scale(rank, world_size, flags):
-    run = prepared(rank, world_size, flags)
+@on_ranks(3)
+def test_a_wrong_scale_ends_the_run(rank, world_size, tmp_path):
+    run = prepared(rank, world_size, flags_of(rank, tmp_path))
     shard_decoder = loop.shard_decoder
 
     def summed(*arguments):
@@ -173,8 +179,3 @@ def finds_a_wrong_scale(rank, world_size, flags):
     with pytest.raises(GradientError, match="3 is data-parallel ranks: summed and not divided"):
         loop.check_run_gradients(run)
     loop.shard_decoder = shard_decoder
-
-
-def test_a_wrong_scale_ends_the_run(tmp_path):
-    flags = {"data": write_text(tmp_path), "output": tmp_path / "run"}
-    run_ranks(finds_a_wrong_scale, 3, flags)
