@@ -173,15 +173,16 @@ def test_every_key_of_deepspeeds_models_is_mapped_ignored_or_refused(facts):
             if not found & {"mapped", "ignored"} and model != "zenflow":
                 without_effect.append(f"{model}.{name}")
     assert not unknown
-    assert without_effect == ["zero_optimization.zenflow"]  # whatever it says, it is not there
+    # Whatever these say, they are not there; newer versions have dropped one.
+    assert set(without_effect) - REMOVED.keys() == {"zero_optimization.zenflow"}
     assert fates("zero_optimization.stge") == {"unknown"}
 
 
 @of_deepspeed
 def test_every_key_that_deepspeed_removed_is_refused_with_what_to_use(facts):
-    assert set(facts["removed"]) == set(REMOVED)
+    assert set(facts["removed"]) <= set(REMOVED)  # others in newer versions
     for path in REMOVED:
-        with pytest.raises(ConfigError, match="gone from DeepSpeed") as caught:
+        with pytest.raises(ConfigError, match="newer DeepSpeed drops it") as caught:
             from_deepspeed(nested(path, {"enabled": False}))
         assert REMOVED[path] in str(caught.value)
 
@@ -249,7 +250,7 @@ CONFIG = {
     },
     "scheduler": {
         "type": "WarmupDecayLR",
-        "params": {"total_num_steps": 6, "warmup_num_steps": 3, "warmup_max_lr": 0.03},
+        "params": {"total_num_steps": 6, "warmup_num_steps": 3, "warmup_max_lr": 0.05},
     },
     "zero_optimization": {"stage": 2, "overlap_comm": False, "reduce_bucket_size": 100},
 }
