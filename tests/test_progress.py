@@ -165,15 +165,17 @@ def test_the_commands_tell_their_lines_on_stderr_and_their_json_on_stdout(
     assert json.loads(out) and "simulating: 1 of 2, " in err
 
 
-def test_where_a_terminal_shows_a_bar_there_are_no_lines(monkeypatch, capsys):
-    monkeypatch.setenv("TTY_COMPATIBLE", "1")  # rich takes what it writes to for a terminal
+@pytest.mark.parametrize("variable", ["TTY_COMPATIBLE", "FORCE_COLOR"])
+def test_where_a_terminal_shows_a_bar_there_are_no_lines(variable, monkeypatch, capsys):
+    monkeypatch.setenv(variable, "1")  # rich takes what it writes to for a terminal
     clock = Clock()
-    makers = [
-        lambda: byte_bar("verify", 4, clock),
-        lambda: byte_bar("load", None, clock),
-    ]
-    for make in makers:
-        with make() as progress:
+    for total in (4 << 20, None):
+        with byte_bar("load", total, clock) as progress:
             clock.now_s += 60
-            progress(4)
-    assert "took" not in capsys.readouterr().err
+            progress(2 << 20)
+            progress(2 << 20)
+        shown = capsys.readouterr().err
+        assert "MiB" in shown and "took" not in shown
+    with byte_bar("load", None, shown=False) as progress:
+        progress(1)
+    assert capsys.readouterr() == ("", "")

@@ -52,12 +52,6 @@ def test_the_boxes_of_a_range_hold_its_elements_in_flat_order(case):
     assert found == list(range(lo, hi))
 
 
-@given(shape_and_range())
-def test_a_range_is_at_most_two_boxes_for_each_dim_but_the_first_and_one(case):
-    shape, lo, hi = case
-    assert len(boxes_of_range(shape, lo, hi)) <= 2 * (max(len(shape), 1) - 1) + 1
-
-
 @cache
 def all_contiguous_boxes(shape):
     """Try every box of a tensor; return the ends, by begin, of those without gaps."""

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from convert.sources import check_slices, infos_of
 from ranks import run_ranks
@@ -115,22 +115,6 @@ def test_fsdp_checkpoints_come_back_element_by_element(world, layout, tmp_path):
     assert user["sampler"].pop("rng").tolist() == [0, 1, 2]
     assert user == {"sampler": {"epoch": 3, "seeds": [1, 2]}, "tag": ("a", None)}
     assert set(source.extra) == {"user"}
-
-
-def save_cut(rank, world, folder):
-    mesh = init_device_mesh("cpu", (world,))
-    columns = distribute_tensor(torch.arange(35.0).view(5, 7), mesh, [Shard(1)])
-    same = distribute_tensor(torch.arange(6).view(2, 3), mesh, [Replicate()])
-    dcp.save({"model": {"columns": columns, "same": same}}, checkpoint_id=folder)
-
-
-@pytest.mark.parametrize("world", [1, 3])
-def test_tensors_cut_by_columns_or_replicated_are_put_together(world, tmp_path):
-    run_ranks(save_cut, world, str(tmp_path))
-    source = open_dcp(tmp_path)
-    infos = infos_of(source)
-    check_slices(source, infos["columns", ""], torch.arange(35.0).view(5, 7))
-    check_slices(source, infos["same", ""], torch.arange(6).view(2, 3))
 
 
 def save(folder, state):

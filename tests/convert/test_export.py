@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -52,22 +52,16 @@ def test_what_is_exported_comes_back_to_the_bit(tmp_path, max_shard_bytes):
     on_disk = set(os.listdir(tmp_path / "out"))
     assert on_disk == set(done.files) | ({INDEX} if len(done.files) > 1 else set())
     assert all_bits(whole_tensors(open_huggingface(tmp_path / "out"))) == all_bits(tensors)
-
-
-def test_the_library_reads_the_files_and_finds_tensors_aligned(tmp_path):
-    tensors = odd_tensors()
-    done = export_huggingface(MemorySource(tensors), tmp_path / "out", files=FILES)
-    file = tmp_path / "out" / done.files[0]
-    with safe_open(file, framework="pt") as opened:
-        assert opened.metadata() == {"format": "pt"}
-        found = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    found = {}
+    for name in done.files:  # by the library, which finds tensors aligned
+        data = (tmp_path / "out" / name).read_bytes()
+        begin = 8 + int.from_bytes(data[:8], "little")
+        header = json.loads(data[8:begin])
+        assert header.pop("__metadata__") == {"format": "pt"}
+        for key, entry in header.items():
+            assert (begin + entry["data_offsets"][0]) % tensors[key].element_size() == 0, key
+        found |= load_file(tmp_path / "out" / name)
     assert all_bits(found) == all_bits(tensors)
-    data = file.read_bytes()
-    begin = 8 + int.from_bytes(data[:8], "little")
-    header = json.loads(data[8:begin])
-    del header["__metadata__"]
-    for name, entry in header.items():
-        assert (begin + entry["data_offsets"][0]) % tensors[name].element_size() == 0, name
 
 
 def test_only_parameters_and_buffers_are_exported_and_a_shared_one_once(tmp_path):
@@ -312,21 +306,6 @@ def test_the_names_are_those_that_transformers_writes_whatever_is_tied(tmp_path,
     loaded, info = type(model).from_pretrained(tmp_path / "ours", output_loading_info=True)
     assert not any(info.values()), info
     assert all_bits(loaded.state_dict()) == all_bits(model.state_dict())
-
-
-def test_transformers_loads_a_cast_export_as_it_casts_itself(tmp_path):
-    model = llama()
-    model.save_pretrained(tmp_path / "theirs")
-    theirs = type(model).from_pretrained(tmp_path / "theirs", dtype=torch.bfloat16)
-    export_huggingface(
-        source_of(model),
-        tmp_path / "ours",
-        files=FILES,
-        dtype="bfloat16",
-        config_from=tmp_path / "theirs",
-    )
-    ours = type(model).from_pretrained(tmp_path / "ours", dtype=torch.bfloat16)
-    assert bits(logits(ours)) == bits(logits(theirs))
 
 
 def test_joined_experts_of_a_mixture_are_loaded_under_the_names_of_the_module(tmp_path):

@@ -27,7 +27,7 @@ from shardwise.interop.foreign_keys import (
     TORCH_SCHEDULERS,
 )
 from shardwise.interop.foreign_settings import read_train_keys
-from shardwise.train.config import TrainConfig, load_config
+from shardwise.train.config import TrainConfig
 from shardwise.train.curves import CURVES
 from shardwise.train.optimizers import OPTIMIZERS, optimizer_class
 
@@ -567,14 +567,6 @@ def test_a_run_whose_file_says_nvme_has_the_bits_of_one_whose_state_stays(tmp_pa
             optimizer.zero_grad()
         found.append(model(torch.ones(2, 4)))
     assert torch.equal(*found)
-
-
-def test_two_files_that_offload_differently_are_told(tmp_path):
-    run = tmp_path / "run.yaml"
-    run.write_text("offload: {optimizer: cpu}\n")
-    found = {"offload": {"optimizer": "cpu", "params": "nvme:/x"}}
-    with pytest.raises(ConfigError, match=r"offload: .*run\.yaml says .*ds\.json says"):
-        load_config(run, {}, (tmp_path / "ds.json", found))
 
 
 # The page about DeepSpeed configs: its tables are those of the code; its example runs.

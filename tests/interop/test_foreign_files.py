@@ -593,6 +593,10 @@ def test_the_offload_of_the_example_is_that_of_a_run_on_every_way(tmp_path, caps
 # `shardwise train --deepspeed` on two ranks: the losses of the same run from our own YAML.
 
 NVME = {"device": "nvme"}
+BOTH = {
+    **{"stage": 3, "offload_optimizer": {"device": "cpu"}},
+    "offload_param": {**NVME, "nvme_path": "/x"},
+}
 RUN = {
     **{"dim": 32, "layers": 2, "heads": 2, "seq": 32, "steps": 6, "sample_tokens": 0},
     **{"eval_windows": 0, "data": argparse.__file__, "ranks": 2},
@@ -665,6 +669,12 @@ def test_two_ranks_train_with_the_losses_of_the_same_settings_in_our_yaml(tmp_pa
         ({}, {}, ["--micro-batch", "3"], r"3 x 2 x 1 = 6, got 8"),
         ({}, {"zero_optimization": {"stge": 1}}, [], "did you mean 'stage'"),
         ({}, {"zero_optimization": {"stage": 3, "offload_param": NVME}}, [], "add .*_param.nvme_p"),
+        (
+            {"offload": {"optimizer": "cpu"}},
+            {"zero_optimization": BOTH},
+            [],
+            r"offload: \S+ says .*:/x",
+        ),
         ({}, {}, ["--micro-batch", "many"], "micro"),
     ],
 )
@@ -680,16 +690,7 @@ def test_contradictions_are_named_before_anything_starts(
     assert not output.exists()
 
 
-def test_a_file_that_agrees_is_no_contradiction(tmp_path):
-
-    file = write(tmp_path, DEEPSPEED)
-    shape = write(tmp_path, {**RUN, "stage": 2, "lr": "1e-2", "micro_batch": 2}, "shape.yaml")
-    keys, _ = read_train_keys(file, {"micro_batch": 2}, {}, 2)
-    assert load_config(shape, {}, (file, keys)).lr == 0.01
-
-
 def test_what_the_deepspeed_file_does_not_say_is_the_yamls_to_say(tmp_path):
-
     content = {"optimizer": {"type": "AdamW", "params": {"lr": 0.5}}, "bf16": None}
     file = write(tmp_path, content)
     ours = {"schedule": "cosine", "stage": 1, "precision": "bf16", "grad_clip": 0.1, "beta2": 0.9}

@@ -19,8 +19,8 @@ from shardwise.monitor.doctor import diagnose
 from shardwise.monitor.record import read_run
 
 SAMPLE = [
-    *("slow link", "slow loader on a rank", "slow loop on a rank, the loss is averaged"),
-    *("slow copies", "slow disk", "torch.save while others wait", "bad gradients", "overflows"),
+    *("slow link", "slow loop on a rank, the loss is averaged"),
+    *("slow copies", "torch.save while others wait", "bad gradients", "overflows"),
     "uneven batches of two, fully_shard",
     *("updates that round away, fully_shard", "bad batch on a rank in a long line"),
 ]

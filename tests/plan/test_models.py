@@ -105,11 +105,19 @@ def test_without_transformers_a_llama_is_planned_by_its_shape(tmp_path, monkeypa
         ({"model_type": "lama"}, "'lama' is unknown .* did you mean '?llama"),
         ({"model_type": "resnet"}, "config.json: "),
         ({"num_attention_heads": "four"}, "config.json: "),
+        ({"hidden_siz": 64}, "'hidden_siz' is no key of LlamaConfig; did you mean 'hidden_size'"),
+        ({"num_hidden_layer": 2}, "did you mean 'num_hidden_layers'"),
+        ({"hidden_size": -64}, "hidden_size: expected a whole number above 0, got -64"),
+        ({"vocab_size": 0}, "vocab_size: expected a whole number above 0, got 0"),
+        ({"num_attention_heads": "8"}, "num_attention_heads: expected .*'8'"),
+        ({"intermediate_size": True}, "intermediate_size: expected .*True"),
     ],
 )
-def test_a_config_that_is_no_language_model_is_refused(tmp_path, keys, words):
+def test_a_config_that_cannot_be_is_refused_by_its_key(tmp_path, keys, words):
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **keys}))
     with pytest.raises(ConfigError, match=words):
-        find_model(str(write_config(tmp_path, **keys))).build(False)
+        find_model(str(tmp_path)).build(False)
 
 
 def test_what_is_no_config_is_refused(tmp_path):
@@ -137,8 +145,26 @@ class Net(nn.Module):
             x = layer(x)
         return x
 
+class Part(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.left = nn.Embedding(9, 9), nn.Linear(9, 9)
+    def forward(self, ids):
+        return self.used(ids)
+
 def build():
     return Net()
+
+def frozen():
+    made = Part()
+    made.left.requires_grad_(False)
+    return made
+
+def allocated():
+    return nn.Linear(3, 3, device="cpu")
+
+def convolution():
+    return nn.Conv2d(3, 8, 3)
 
 def fails():
     raise OSError("no such disk")
@@ -157,25 +183,6 @@ def loss(model, batch):
 """
 
 
-@pytest.mark.parametrize(
-    ("keys", "words"),
-    [
-        ({"hidden_siz": 64}, "'hidden_siz' is no key of LlamaConfig; did you mean 'hidden_size'"),
-        ({"num_hidden_layer": 2}, "did you mean 'num_hidden_layers'"),
-        ({"hidden_size": -64}, "hidden_size: expected a whole number above 0, got -64"),
-        ({"vocab_size": 0}, "vocab_size: expected a whole number above 0, got 0"),
-        ({"num_attention_heads": "8"}, "num_attention_heads: expected .*'8'"),
-        ({"intermediate_size": True}, "intermediate_size: expected .*True"),
-    ],
-)
-def test_a_misspelt_key_or_a_size_that_cannot_be_is_named(tmp_path, keys, words):
-    pytest.importorskip("transformers")
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({"model_type": "llama", **keys}))
-    with pytest.raises(ConfigError, match=words):
-        find_model(str(path))
-
-
 def test_keys_that_a_config_class_does_not_know_are_told_of(tmp_path):
     pytest.importorskip("transformers")
     path = tmp_path / "config.json"
@@ -187,20 +194,8 @@ def test_keys_that_a_config_class_does_not_know_are_told_of(tmp_path):
 
 
 def test_parameters_that_get_no_gradient_are_told_of(tmp_path):
-    file = tmp_path / "part.py"
-    file.write_text(
-        "from torch import nn\n"
-        "class Part(nn.Module):\n"
-        "    def __init__(self):\n"
-        "        super().__init__()\n"
-        "        self.used, self.left = nn.Embedding(9, 9), nn.Linear(9, 9)\n"
-        "    def forward(self, ids):\n"
-        "        return self.used(ids)\n"
-        "def frozen():\n"
-        "    made = Part()\n"
-        "    made.left.requires_grad_(False)\n"
-        "    return made\n"
-    )
+    file = tmp_path / "net.py"
+    file.write_text(FILE)
     model = TracedModel(find_model(f"{file}:Part"), 7)
     tape = model.tape(Candidate())
     got = {p.name: p.gets_grad for u in tape.units for p in u.params}
@@ -230,16 +225,12 @@ def test_a_factory_in_the_users_file_is_traced_with_its_own_batch_and_loss(tmp_p
 
 
 def test_a_factory_without_a_batch_gets_token_ids(tmp_path):
-    file = tmp_path / "lm.py"
-    file.write_text(
-        "from torch import nn\n"
-        "def build():\n    return nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 50))\n"
-    )
-    tape = TracedModel(find_model(f"{file}:build"), 7).tape(Candidate(micro_batch=2))
+    file = tmp_path / "net.py"
+    file.write_text(FILE)
+    tape = TracedModel(find_model(f"{file}:Part"), 7).tape(Candidate(micro_batch=2))
     assert tape.input_bytes == 2 * 7 * 8
-    file.write_text("from torch import nn\ndef build():\n    return nn.Conv2d(3, 8, 3)\n")
     with pytest.raises(ConfigError, match=r"fed int64 token ids.*no example_batch"):
-        TracedModel(find_model(f"{file}:build"), 7).tape(Candidate())
+        TracedModel(find_model(f"{file}:convolution"), 7).tape(Candidate())
 
 
 @pytest.mark.parametrize(
@@ -262,9 +253,7 @@ def test_what_fails_in_the_users_file_is_named(tmp_path, name, words):
 
 
 def test_parameters_that_a_factory_allocates_are_told_of(tmp_path):
-    file = tmp_path / "real.py"
-    file.write_text(
-        "from torch import nn\ndef build():\n    return nn.Linear(3, 3, device='cpu')\n"
-    )
-    source = find_model(f"{file}:build")
+    file = tmp_path / "net.py"
+    file.write_text(FILE)
+    source = find_model(f"{file}:allocated")
     assert source.notes[0].startswith("2 parameters (weight, ...) were allocated")

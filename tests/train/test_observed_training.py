@@ -82,8 +82,11 @@ SIZES = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "seq": 16, "steps": 
     [
         {"pp": 2, "accumulation": 2},
         {"ep": 2, "experts": 4, "tp": 2},
-        {"cp": 2, "accumulation_order": "breadth_first", "accumulation": 2},
-        {"check_gradients": True},  # without encodings, so that there is something to compare
+        # Gradients are checked without encodings, so that there is something to compare.
+        {
+            **{"cp": 2, "accumulation_order": "breadth_first", "accumulation": 2},
+            "check_gradients": True,
+        },
     ],
     ids=lambda degrees: "+".join(degrees),
 )

@@ -9,7 +9,6 @@ import pytest
 from shardwise.errors import ConfigError
 from shardwise.keys import names_in
 from shardwise.monitor.lines import JsonLines
-from shardwise.progress import byte_bar, run_bar
 from shardwise.train.checks import check_output, checkpoints_path, metrics_path
 from shardwise.train.config import TrainConfig
 from shardwise.train.saves import find_changes
@@ -96,21 +95,6 @@ def test_the_metrics_change_at_once(tmp_path, monkeypatch):
     with pytest.raises(OSError):
         JsonLines(path, last_step=1)
     assert seen == [('{"step": 1}\n', '{"step": 1}\n{"step": 2}\n')]
-
-
-def test_the_bytes_of_a_load_are_shown_on_a_terminal_only(capsys, monkeypatch):
-    with run_bar(2, shown=True) as advance:
-        advance("loss 1")
-    assert capsys.readouterr().out.strip() == ""
-    for terminal in ("", "1"):
-        monkeypatch.setenv("FORCE_COLOR", terminal)
-        with byte_bar("load", None) as progress:
-            progress(1 << 21)
-            progress(1 << 21)
-        assert ("MiB" in capsys.readouterr().err) is (terminal == "1")
-    with byte_bar("load", None, shown=False) as progress:
-        progress(1)
-    assert capsys.readouterr().out == ""
 
 
 def make_steps(config, *steps):
