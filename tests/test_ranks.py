@@ -251,7 +251,7 @@ def test_ranks_do_not_outlive_a_parent_that_was_killed(tmp_path):
     script = (
         "import sys, time; sys.path[:0] = sys.argv[1].split(':')\n"
         "import ranks, test_ranks\n"
-        "ranks.PRELOADED[:] = ['torch.distributed']\n"
+        "ranks.PRELOADED[:] = ['test_ranks']\n"
         "if __name__ == '__main__':\n"
         "    (resting,) = ranks.run_ranks(test_ranks.pid_of, 1)\n"
         "    ranks._pools[1].answered_at_s = float('-inf')\n"

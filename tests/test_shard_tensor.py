@@ -281,6 +281,10 @@ def test_what_is_refused_is_refused_on_every_rank():
         param.grad = torch.ones(param.shape)
     with pytest.raises(ShardError, match="not cut alike"):
         params[0].grad + params[1].grad
+    for use in (lambda t: t @ t, lambda t: t[0], lambda t: t.numpy(), list):
+        for tensor in (params[0].grad, params[0].grad.clone()):
+            with pytest.raises(ShardError, match=r"Use t\.full_tensor\(\)"):
+                use(tensor)
 
 
 def _foreach_unheard_of_(tensors):

@@ -93,7 +93,7 @@ def test_8_bit_state_comes_back_on_as_many_ranks_and_is_refused_on_others(tmp_pa
         assert "quantised in blocks of the slices that 2 ranks had at stage 3" in message
 
 
-@on_ranks(2)
+@on_ranks(1)
 def test_a_compiled_step_over_shards_says_how_to_run_it_uncompiled():
     model = shard(nn.Linear(4, 4), stage=3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

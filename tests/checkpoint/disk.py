@@ -16,8 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
-from checkpoint.inner import Entry, Files, Reader
 from ranks import HANG_S
+from shardwise.checkpoint.files import Entry, Files, Reader
 from shardwise.errors import CollectiveError, DamagedCheckpoint
 
 PAGE = 4096

@@ -25,8 +25,8 @@ import torch
 from torch import nn
 
 import shardwise
-from inner import chunk_digests, digest_of
 from shardwise import shard
+from shardwise.checkpoint.container import chunk_digests, digest_of
 
 STEP = 3
 NAME = f"step-{STEP:08d}"

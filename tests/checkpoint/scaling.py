@@ -2,17 +2,15 @@
 
 from math import prod
 
-from inner import (
+from shardwise.checkpoint.manifest import (
     MANIFEST,
     LayoutRow,
     Manifest,
     OptimizerRow,
-    Part,
     TensorRow,
-    index_row,
     seal,
-    write_rank,
 )
+from shardwise.checkpoint.write import Part, index_row, write_rank
 
 
 def llama_shapes(num_layers=111, width=4096, hidden=11008):

@@ -15,23 +15,13 @@ import numpy as np
 import torch
 
 from disk import FaultyFiles, Lockstep, SimulatedDisk, all_crashes
-from inner import (
-    Checkpoint,
-    LayoutRow,
-    Manifest,
-    OptimizerRow,
-    Part,
-    TensorRow,
-    Written,
-    check_quickly,
-    clean_up,
-    encode,
-    on_all_ranks,
-    rotate,
-    step_name,
-    steps_in,
-    write_checkpoint,
-)
+from shardwise.checkpoint.all_ranks import on_all_ranks
+from shardwise.checkpoint.folder import clean_up, rotate, step_name, steps_in
+from shardwise.checkpoint.manifest import LayoutRow, Manifest, OptimizerRow, TensorRow
+from shardwise.checkpoint.read import Checkpoint
+from shardwise.checkpoint.values import encode
+from shardwise.checkpoint.verify import check_quickly
+from shardwise.checkpoint.write import Part, Written, write_checkpoint
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
 RUN = Path("/run")

@@ -1,12 +1,18 @@
 """Work on all ranks at once: all succeed, or all raise one error naming the first failing rank."""
 
 import errno
+import gc
 from pathlib import Path
 
 import pytest
 
 from disk import Lockstep, os_error
-from inner import explain, on_all_ranks, rows_of_all_ranks
+from shardwise.checkpoint.all_ranks import (
+    collector_paused,
+    explain,
+    on_all_ranks,
+    rows_of_all_ranks,
+)
 from shardwise.comm.control import SoloControl
 from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint, StateError
 
@@ -38,29 +44,23 @@ def test_the_result_of_the_work_comes_back_on_its_own_rank():
     assert Lockstep().run(2, lambda control: on_all_ranks(control, lambda: control.rank)) == [0, 1]
 
 
-def test_one_failure_is_the_same_error_on_every_rank_with_a_second_exchange():
+A, B, C = map(ValueError, "abc")
+FAILURES = [
+    ({"r1": CheckpointError("the disk is on fire")}, "rank 1: the disk is on fire"),
+    ({"r0": KeyError("a")}, "rank 0: KeyError: 'a'"),
+    ({"r2": A, "r3": B}, "rank 2: ValueError: a (and one other rank)"),
+    ({"r1": A, "r2": B, "r3": C}, "rank 1: ValueError: a (and 2 other ranks failed)"),
+]
+
+
+@pytest.mark.parametrize(("errors", "text"), FAILURES)
+def test_a_failure_is_one_error_on_every_rank_that_names_the_first_and_counts_the_others(
+    errors, text
+):
     ranks = Lockstep()
-    found = ranks.run(3, failing(r1=CheckpointError("the disk is on fire")))
-    assert [type(error) for error in found] == [CheckpointError] * 3
-    assert {str(error) for error in found} == {"rank 1: the disk is on fire"}
+    found = ranks.run(4, failing(**errors))
+    assert {(type(error), str(error)) for error in found} == {(CheckpointError, text)}
     assert set(ranks.num_calls.values()) == {2}
-
-
-@pytest.mark.parametrize(
-    ("errors", "text"),
-    [
-        (
-            {"r2": ValueError("a"), "r3": ValueError("b")},
-            "rank 2: ValueError: a (and one other rank)",
-        ),
-        (
-            {"r1": ValueError("a"), "r2": ValueError("b"), "r3": ValueError("c")},
-            "rank 1: ValueError: a (and 2 other ranks failed)",
-        ),
-    ],
-)
-def test_the_first_failing_rank_is_named_and_the_others_are_counted(errors, text):
-    assert {str(error) for error in Lockstep().run(4, failing(**errors))} == {text}
 
 
 @pytest.mark.parametrize("kind", [CheckpointError, DamagedCheckpoint, ConfigError, StateError])
@@ -68,12 +68,6 @@ def test_the_kind_of_the_first_error_is_kept_on_every_rank(kind):
     found = Lockstep().run(3, failing(r1=kind("a"), r2=OSError("b")))
     assert [type(error) for error in found] == [kind] * 3
     assert isinstance(found[1].__cause__, kind) and found[0].__cause__ is None
-
-
-def test_an_error_of_another_kind_becomes_a_checkpoint_error():
-    found = Lockstep().run(2, failing(r0=KeyError("a")))
-    assert [type(error) for error in found] == [CheckpointError] * 2
-    assert str(found[1]) == "rank 0: KeyError: 'a'"
 
 
 def test_one_rank_alone_is_not_numbered():
@@ -104,3 +98,40 @@ def test_an_error_of_the_system_is_told_with_its_file_number_and_remedy():
     assert "(errno 28). This file wants 9 bytes, 3 are free there; free some" in explain(full)
     assert explain(os_error(errno.EIO, Path("/a"))) == "/a: Input/output error (errno 5)"
     assert explain(OSError("odd")) == "OSError: odd"
+
+
+# -- the garbage collector is held back, and is afterwards as it was
+
+
+@pytest.fixture(params=[True, False], ids=["on", "off"])
+def was_on(request):
+    before = gc.isenabled()
+    (gc.enable if request.param else gc.disable)()
+    yield request.param
+    (gc.enable if before else gc.disable)()
+
+
+def test_it_is_as_it_was_after_a_return_and_after_an_error(was_on):
+    with collector_paused():
+        assert not gc.isenabled()
+    assert gc.isenabled() is was_on
+    with pytest.raises(KeyError), collector_paused():
+        raise KeyError
+    assert gc.isenabled() is was_on
+
+
+def test_one_inside_another_ends_with_the_outer_one(was_on):
+    with collector_paused():
+        with collector_paused():
+            pass
+        assert not gc.isenabled()
+    assert gc.isenabled() is was_on
+
+
+def test_a_decorated_call_pauses_each_time(was_on):
+    @collector_paused()
+    def is_on():
+        return gc.isenabled()
+
+    assert [is_on(), is_on()] == [False, False]
+    assert gc.isenabled() is was_on

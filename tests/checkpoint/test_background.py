@@ -9,18 +9,12 @@ import torch
 
 import shardwise
 from disk import Fault, FaultyFiles
-from inner import Checkpoints, Files, steps_in
 from ranks import HANG_S, on_ranks
-from saving import (
-    Setting,
-    build,
-    differences,
-    local_bytes,
-    same_on_all_ranks,
-    take_step,
-    truth_of,
-)
+from saving import Setting, build, differences, local_bytes, same_on_all_ranks, take_step, truth_of
 from shardwise.checkpoint import checkpoints as module
+from shardwise.checkpoint.checkpoints import Checkpoints
+from shardwise.checkpoint.files import Files
+from shardwise.checkpoint.folder import steps_in
 from shardwise.errors import CheckpointError
 
 SIZES = (1, 3)
@@ -145,9 +139,9 @@ def test_a_wait_that_is_interrupted_leaves_the_save_in_flight_and_its_copy_alone
         with pytest.raises(KeyboardInterrupt):
             c.finish()
         saving.join = joined
-        gate.open()
         take_step(run, 0)
         truths.append(truth_of(run))
+        gate.open(after_s=0.1)  # while the second one begins
         c.save(2, extra=run.extra, wait=True)
     for step, truth in enumerate(truths, 1):
         shardwise.load(tmp_path, run.model, run.optimizer, step=step, extra=run.extra)

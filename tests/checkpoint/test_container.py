@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors import torch as st_torch
 
-from inner import (
-    Files,
+from shardwise.checkpoint.container import (
     Stored,
     build_header,
     dtype_name,
@@ -23,6 +22,7 @@ from inner import (
     read_header,
     torch_dtype,
 )
+from shardwise.checkpoint.files import Files
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
 SPELLINGS = [

@@ -7,13 +7,16 @@ simulated (disk.py), so every operation and every loss of what was not synced is
 
 import random
 from contextlib import suppress
+from itertools import count
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disk import Fault, Killed, PowerCut, all_crashes
-from inner import Written, check_quickly, clean_up, step_name, steps_in
+from shardwise.checkpoint.folder import clean_up, step_name, steps_in
+from shardwise.checkpoint.verify import check_quickly
+from shardwise.checkpoint.write import Written
 from shardwise.comm.control import SoloControl
 from shardwise.errors import CollectiveError
 from tables import RUN, Verdicts, disk_with, kept, run_ranks_on, write, write_and_rotate
@@ -37,8 +40,7 @@ def outcomes(replace):
 
 def cut_everywhere(start, ranks, body, check, seed=None):
     """Cut the power before each operation in turn, and after the last; return their number."""
-    k = 0
-    while True:
+    for k in count():
         disk = kept(start)
         disk.crash_at = k
         results, _ = run_ranks_on(disk, ranks, body, seed)
@@ -47,7 +49,6 @@ def cut_everywhere(start, ranks, body, check, seed=None):
         if not any(isinstance(result, PowerCut) for result in results):
             assert not any(isinstance(result, BaseException) for result in results), results
             return k
-        k += 1
 
 
 @pytest.mark.parametrize(("ranks", "replace"), [(1, False), (1, True), (2, True)])
@@ -105,8 +106,7 @@ def test_a_rank_killed_at_any_of_its_operations_leaves_one_whole_and_the_next_ru
     start, verdicts = disk_with(ranks, {1: "A"}), Verdicts(ranks)
     for rank in {0, ranks - 1}:
         for op, when in ((None, "before"), ("write", "middle"), (None, "after")):
-            at = 0
-            while True:
+            for at in count():
                 fault = Fault(at, op=op, when=when)
                 disk, results = killed(start, ranks, rank, fault, save(replace))
                 told = any(isinstance(result, Written) for result in results)
@@ -116,7 +116,6 @@ def test_a_rank_killed_at_any_of_its_operations_leaves_one_whole_and_the_next_ru
                     break
                 again, left = the_next_run(disk, ranks)
                 assert verdicts.of(disk) == (3, "C") and not again, (where, again, left)
-                at += 1
 
 
 def the_next_run(disk, ranks):

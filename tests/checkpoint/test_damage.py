@@ -17,9 +17,11 @@ import torch
 import torch.distributed as dist
 
 import shardwise
-from inner import Files, step_name, verify
 from ranks import on_ranks, run_ranks
 from saving import flip, same_on_all_ranks
+from shardwise.checkpoint.files import Files
+from shardwise.checkpoint.folder import step_name
+from shardwise.checkpoint.verify import verify
 from shardwise.engine.api import engine_of
 from shardwise.errors import CheckpointError, StateError
 from stamped import build, count, save_each, stamp

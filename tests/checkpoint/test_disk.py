@@ -22,8 +22,9 @@ from disk import (
     all_crashes,
     randomly,
 )
-from inner import Files, read_text, remove_tree
 from ranks import HANG_S
+from shardwise.checkpoint.files import Files, read_text
+from shardwise.checkpoint.folder import remove_tree
 from shardwise.errors import CheckpointError, CollectiveError
 
 ROOT = Path("/")

@@ -20,16 +20,14 @@ from hypothesis import strategies as st
 
 import shardwise
 from disk import Fault, FaultyFiles
-from inner import (
-    MANIFEST,
-    Checkpoints,
-    Files,
-    Load,
-    step_name,
-    write_checkpoint,
-)
 from ranks import on_ranks, run_ranks
 from saving import same_on_all_ranks, warns_on_rank_0
+from shardwise.checkpoint.checkpoints import Checkpoints
+from shardwise.checkpoint.files import Files
+from shardwise.checkpoint.folder import step_name
+from shardwise.checkpoint.manifest import MANIFEST
+from shardwise.checkpoint.save_load import Load
+from shardwise.checkpoint.write import write_checkpoint
 from shardwise.engine.api import engine_of
 from shardwise.errors import CheckpointError, StateError
 from stamped import build, count, save_each, stamp

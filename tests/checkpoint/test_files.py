@@ -9,8 +9,9 @@ import sys
 
 import pytest
 
-from inner import Files, read_text, remove_tree
 from shardwise.checkpoint import files as files_module
+from shardwise.checkpoint.files import Files, read_text
+from shardwise.checkpoint.folder import remove_tree
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
 FILES = Files()

@@ -18,9 +18,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from hostile import sealed
-from inner import decode, parse_index
 from shardwise import strict_json
 from shardwise.checkpoint import container, manifest
+from shardwise.checkpoint.manifest import parse_index
+from shardwise.checkpoint.values import decode
 from shardwise.convert import unpickle
 from shardwise.convert.dcp_metadata import _NAMES, METADATA, read_dcp_metadata
 from shardwise.convert.unpickle import read_pickle

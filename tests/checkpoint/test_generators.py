@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from inner import derive_generators, dumps, loads, read_generators, set_generators
+from shardwise.checkpoint.generators import derive_generators, read_generators, set_generators
 from shardwise.errors import CheckpointError
+from shardwise.strict_json import dumps, loads
 
 CPU = torch.device("cpu")
 

@@ -18,8 +18,10 @@ from torch import nn
 
 import shardwise
 from hostile import CASES, NAME, PARTS, Target, build, extra, save_good
-from inner import Checkpoint, Files, check_quickly, verify
 from ranks import run_ranks
+from shardwise.checkpoint.files import Files
+from shardwise.checkpoint.read import Checkpoint
+from shardwise.checkpoint.verify import check_quickly, verify
 from shardwise.errors import CheckpointError
 
 FILES = Files()

@@ -1,6 +1,7 @@
 """The folder of a run: what is removed and what never is, who may write there, what is reported."""
 
 import errno
+import itertools
 import json
 import os
 import re
@@ -15,11 +16,12 @@ import torch.distributed as dist
 
 import shardwise
 from disk import Fault, FaultyFiles, Killed, SimulatedDisk
-from inner import (
+from ranks import on_ranks, run_ranks, start_ranks
+from saving import warns_on_rank_0
+from shardwise.checkpoint.checkpoints import Checkpoints
+from shardwise.checkpoint.files import Files
+from shardwise.checkpoint.folder import (
     LOCK,
-    Checkpoints,
-    Files,
-    check_quickly,
     clean_up,
     lock_holder,
     rotate,
@@ -27,8 +29,7 @@ from inner import (
     steps_in,
     take_lock,
 )
-from ranks import on_ranks, run_ranks, start_ranks
-from saving import warns_on_rank_0
+from shardwise.checkpoint.verify import check_quickly
 from shardwise.comm.control import SoloControl
 from shardwise.errors import CheckpointError, ConfigError
 from stamped import build, count, stamp
@@ -87,8 +88,8 @@ def test_rotation_removes_no_checkpoint_of_another_run():
 
 
 def test_killed_at_any_operation_of_a_rotation_what_is_left_are_whole_checkpoints():
-    start, at = disk_with(1, {1: "A", 2: "B", 3: "C", 4: "D"}), 0
-    while True:
+    start = disk_with(1, {1: "A", 2: "B", 3: "C", 4: "D"})
+    for at in itertools.count():
         disk = kept(start)
         files = FaultyFiles(disk, Fault(at))
         try:
@@ -105,7 +106,6 @@ def test_killed_at_any_operation_of_a_rotation_what_is_left_are_whole_checkpoint
         rotate(disk, RUN, "run", 2, None, 4)
         assert steps_in(disk, RUN) == [4, 3]
         assert not [name for name in disk.tree() if "/.old-" in name]
-        at += 1
 
 
 FOREIGN = (

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hostile import sealed
-from inner import (
+from scaling import manifest_of
+from shardwise.checkpoint.manifest import (
     FileRow,
     IndexRow,
     LayoutRow,
@@ -24,7 +25,6 @@ from inner import (
     seal,
     unseal,
 )
-from scaling import manifest_of
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
 SHAPES = st.lists(st.integers(0, 6), max_size=3).map(tuple)

@@ -14,17 +14,10 @@ import pytest
 import torch.distributed as dist
 
 import shardwise
-from inner import LOCK, Files
 from ranks import HANG_S, on_ranks, run_ranks, start_ranks
-from saving import (
-    Setting,
-    build,
-    differences,
-    flip,
-    take_step,
-    truth_of,
-    warns_on_rank_0,
-)
+from saving import Setting, build, differences, flip, take_step, truth_of, warns_on_rank_0
+from shardwise.checkpoint.files import Files
+from shardwise.checkpoint.folder import LOCK
 from shardwise.checkpoint.memory import folder_in_memory
 from shardwise.errors import CheckpointError, ConfigError
 

@@ -10,9 +10,10 @@ from torch import nn
 
 import shardwise
 from disk import FaultyFiles
-from inner import Files, step_name, steps_in
 from ranks import on_ranks
 from saving import flip, warns_on_rank_0
+from shardwise.checkpoint.files import Files
+from shardwise.checkpoint.folder import step_name, steps_in
 from shardwise.engine.api import engine_of
 from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint, StateError
 from stamped import build, stamp

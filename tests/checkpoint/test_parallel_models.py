@@ -10,10 +10,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardwise
-from inner import Files, parse_manifest, verify
 from models import NormedBlock, NormedStack
 from ranks import RankError, start_ranks
 from saving import same
+from shardwise.checkpoint.files import Files
+from shardwise.checkpoint.manifest import parse_manifest
+from shardwise.checkpoint.verify import verify
 from shardwise.config import Units
 from shardwise.interop.fsdp2 import fully_shard
 
@@ -182,7 +184,7 @@ def load_as(rank, world_size, hows, saves, every):
 
 WAYS = {
     1: [How(1, 1)],
-    3: [How(3, 1, 2, "flat"), How(1, 3), How(3, 1, dims=True)],
+    3: [How(3, 1, 2, "flat"), How(1, 3), How(3, 1, fully=True, dims=True)],
     4: [
         How(2, 2, dims=True),
         How(2, 2, 0, "flat"),
@@ -194,7 +196,6 @@ WAYS = {
         How(2, 2, fully=True, dims=True),
     ],
 }
-WAYS[3][2] = How(3, 1, fully=True, dims=True)
 
 
 def in_fresh_ranks(fn, size, *args):

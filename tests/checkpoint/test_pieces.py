@@ -20,19 +20,14 @@ from typer.testing import CliRunner
 
 from disk import SimulatedDisk, Watched
 from hostile import sealed
-from inner import (
-    CHUNK_BYTES,
-    Checkpoint,
-    Files,
-    Item,
-    TensorRow,
-    Written,
-    check_quickly,
-    parse_manifest,
-    unseal,
-    verify,
-)
 from saving import bits, flip
+from shardwise.checkpoint.container import CHUNK_BYTES
+from shardwise.checkpoint.files import Files
+from shardwise.checkpoint.manifest import TensorRow, parse_manifest, unseal
+from shardwise.checkpoint.read import Checkpoint
+from shardwise.checkpoint.state import Item
+from shardwise.checkpoint.verify import check_quickly, verify
+from shardwise.checkpoint.write import Written
 from shardwise.cli.main import app
 from shardwise.convert.export import export_huggingface
 from shardwise.errors import CheckpointError, DamagedCheckpoint

@@ -5,7 +5,6 @@ import torch
 import torch.distributed as dist
 
 import shardwise
-from inner import step_name
 from ranks import on_ranks, run_ranks
 from saving import (
     Net,
@@ -19,6 +18,7 @@ from saving import (
     tokens_of,
     truth_of,
 )
+from shardwise.checkpoint.folder import step_name
 from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint
 
 

@@ -1,17 +1,21 @@
-"""A rank with several stages of a pipeline: they are saved, loaded, clipped and checked as one."""
+"""Stages of a pipeline, one of a rank or several, are saved, loaded and checked as one model."""
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardwise
-from inner import Checkpoint, Files
+from models import Block
 from pipelines import NUM_BLOCKS, Net, batch_of, full, loss_of, pipeline_of, stage_of, whole_batch
 from ranks import on_ranks, run_ranks
+from shardwise.checkpoint.files import Files
+from shardwise.checkpoint.read import Checkpoint
 from shardwise.convert.export import export_huggingface
 from shardwise.engine.api import engine_of
 from shardwise.errors import CheckpointError, ConfigError, ReplicaError
+from shardwise.interop.fsdp2 import fully_shard
 
 LIST_OF_OPTIMIZERS = ("fully_shard",)  # the other way has one over all stages
 
@@ -27,9 +31,10 @@ def as_list(optimizers):
 
 
 def values_of(parts, optimizers):
-    """Return parameters and moments in full, by name."""
+    """Return parameters, moments and buffers in full, by name."""
     found = {}
     for part in parts:
+        found |= dict(part.named_buffers())
         for name, param in part.named_parameters():
             found[name] = full(param).clone()
             for each in as_list(optimizers):
@@ -187,3 +192,138 @@ def a_flipped_bit_is_named(parts, rank):
         param.sharded.to_local().view(-1)[0] += 1
     with pytest.raises(ReplicaError, match=r"'table', value: ranks 0, 1 differ"):
         shardwise.check.replicas(copies)
+
+
+# -- one stage of a rank
+
+NUM_LAYERS = 4
+
+
+class Layers(nn.Module):
+    """A model, or the layers of it that one stage has, under the names of the whole."""
+
+    def __init__(self, layers=range(NUM_LAYERS)):
+        super().__init__()
+        torch.manual_seed(0)
+        blocks = {str(number): Block() for number in range(NUM_LAYERS)}
+        self.layers = nn.ModuleDict({name: blocks[name] for name in map(str, layers)})
+        self.register_buffer(f"seen_{layers[0]}", torch.full((3,), float(layers[0])))
+
+    def forward(self, x):
+        for block in self.layers.values():
+            x = block(x)
+        return x
+
+
+class Whole(Layers):
+    """The model of one process, with the buffers of all stages."""
+
+    def __init__(self, splits):
+        super().__init__()
+        for begin in splits[1:]:
+            self.register_buffer(f"seen_{begin}", torch.zeros(3))
+
+
+def part_of(axes, splits, by):
+    """Return this rank's stage; ``splits`` are where stages begin."""
+    place = axes["pp"].get_local_rank()
+    model = Layers(range(splits[place], [*splits, NUM_LAYERS][place + 1]))
+    if by == "shard":
+        return shardwise.shard(model, mesh=axes, stage=2)
+    for block in model.layers.values():
+        fully_shard(block, mesh=axes)
+    return fully_shard(model, mesh=axes)
+
+
+def trained(model):
+    """Take a step, each stage on a loss of its own: what it is does not matter here."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    model(x).square().mean().backward()
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize(("num_ranks", "by"), [(2, "fully_shard"), (4, "shard")])
+@on_ranks()
+def test_stages_make_one_checkpoint_that_any_other_model_loads(num_ranks, by, tmp_path):
+    axes = shardwise.Axes(pp=2)
+    model = part_of(axes, [0, 2], by)
+    optimizer = trained(model)
+    shardwise.save(tmp_path / "saved", model, optimizer, extra={"step": 3})
+    saved = everything(values_of([model], optimizer), num_ranks)
+
+    # Stages that are split elsewhere, without a pipeline, and by the other way to shard.
+    for splits, how in (([0, 3], "shard"), ([0, 2], "fully_shard"), ([0], "shard")):
+        over = axes if len(splits) > 1 else shardwise.Axes()
+        other = part_of(over, splits, how)
+        others = torch.optim.AdamW(other.parameters(), lr=0.1)
+        for name in [name for name, _ in other.named_buffers()]:
+            delattr(other, name)  # of these splits
+        other.register_buffer("seen_0", torch.zeros(3))
+        other.register_buffer("seen_2", torch.zeros(3))
+        shardwise.load(tmp_path / "saved", other, others)
+        loaded = values_of([other], others)
+        assert loaded.keys() <= saved.keys()
+        assert all(torch.equal(tensor, saved[name]) for name, tensor in loaded.items())
+
+    missing = part_of(axes, [0, 3], "shard")
+    missing.register_buffer("unknown", torch.zeros(1))
+    with pytest.raises(CheckpointError, match=r"1 missing there \(unknown\)"):
+        shardwise.load(tmp_path / "saved", missing)
+
+    alone = Whole([0, 2])
+    optimizer = torch.optim.AdamW(alone.parameters(), lr=0.1)
+    loaded = shardwise.load(tmp_path / "saved", alone, optimizer)
+    assert not loaded.missing and not loaded.unexpected
+    assert alone.seen_2.tolist() == [2.0] * 3
+    assert all(optimizer.state[p]["exp_avg"].any() for p in alone.parameters())
+
+
+@on_ranks(2)
+def test_no_stage_waits_for_others_inside_its_pass_while_a_save_is_in_flight(rank, tmp_path):
+    axes = shardwise.Axes(pp=2)
+    model = part_of(axes, [0, 2], "shard")
+    optimizer = trained(model)
+    x = torch.ones(2, 8)
+    with shardwise.Checkpoints(tmp_path / "run", model, optimizer) as checkpoints:
+        checkpoints.save(1)
+        if rank == 1:  # a stage's pass begins when the stage before has ended its own
+            torch.distributed.recv(x, 0)
+        y = model(x)
+        if rank == 0:
+            torch.distributed.send(y.detach(), 1)
+        y.square().mean().backward()
+        checkpoints.check()
+
+
+@on_ranks(4)
+def test_all_ranks_are_found_where_one_stage_alone_is_tensor_parallel(num_ranks, tmp_path):
+    axes = shardwise.Axes(pp=2, tp=2)
+    place = axes["pp"].get_local_rank()
+    model = Layers(range(2 * place, 2 * place + 2))
+    for block in model.layers.values() if place == 1 else ():
+        linears = [name for name, each in block.named_modules() if isinstance(each, nn.Linear)]
+        parallelize_module(
+            block, axes["tp"], {linears[0]: ColwiseParallel(), linears[-1]: RowwiseParallel()}
+        )
+    model = shardwise.shard(model, mesh=axes)
+    assert engine_of(model).everyone.members == list(range(num_ranks))
+    shardwise.save(tmp_path / "mixed", model)
+    whole = Whole([0, 2])
+    shardwise.load(tmp_path / "mixed", whole)
+    wanted = dict(Layers().named_parameters())
+    assert all(torch.equal(param, wanted[name]) for name, param in whole.named_parameters())
+
+
+@on_ranks(4)
+def test_replicas_of_a_stage_are_compared_with_each_other(rank):
+    axes = shardwise.Axes(pp=2, dp_replicate=2)
+    model = part_of(axes, [0, 1], "shard")
+    optimizer = trained(model)
+    shardwise.check.replicas(model, optimizer)
+    if rank == 3:  # of the second stage
+        param = engine_of(model).units[-1].params[0]
+        param.sharded.to_local().view(-1)[0] += 1
+    with pytest.raises(ReplicaError, match=r"'layers\.\d\.[\w.]+', value: ranks 2, 3 differ"):
+        shardwise.check.replicas(model, optimizer)

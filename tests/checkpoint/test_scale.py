@@ -5,40 +5,30 @@ Real ranks are few on one machine; a run of many is a manifest, and files of the
 
 from dataclasses import replace
 from math import prod
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 import shardwise
-from inner import (
-    CHUNK_BYTES,
-    DIGEST_CHARS,
+from ranks import run_ranks
+from scaling import expected_bytes, llama_shapes, manifest_of, part_of, wanted_by, write_all
+from shardwise.checkpoint.assemble import assemble
+from shardwise.checkpoint.container import CHUNK_BYTES, DIGEST_CHARS
+from shardwise.checkpoint.files import Files
+from shardwise.checkpoint.manifest import (
     MANIFEST,
-    Checkpoint,
-    Files,
     IndexRow,
-    Item,
-    Part,
-    Table,
-    TensorInfo,
-    assemble,
     index_name,
     parse_index,
     parse_manifest,
     seal,
-    write_checkpoint,
-    write_rank,
 )
-from ranks import run_ranks
-from scaling import (
-    expected_bytes,
-    llama_shapes,
-    manifest_of,
-    part_of,
-    wanted_by,
-    write_all,
-)
+from shardwise.checkpoint.read import Checkpoint
+from shardwise.checkpoint.source import TensorInfo
+from shardwise.checkpoint.state import Item, Table
+from shardwise.checkpoint.write import Part, write_checkpoint, write_rank
 from shardwise.layout import boxes
 from shardwise.layout.boxes import owners_of
 from shardwise.strict_json import dumps
@@ -132,24 +122,11 @@ def test_the_manifest_does_not_grow_by_tensors_times_ranks(layout):
     assert sizes[MANY] - sizes[1] < 128 * MANY
 
 
-def test_one_ranks_boxes_are_found_without_looking_at_others(monkeypatch):
-    calls = counted(monkeypatch, boxes, "_longest_box")
-    for layout, at_most in (("rows", 1), ("flat", 5)):
-        calls.clear()
+@pytest.mark.parametrize(("layout", "at_most"), [("rows", 1), ("flat", 5)])
+def test_one_ranks_boxes_are_found_without_looking_at_others(layout, at_most):
+    with mock.patch.object(boxes, "_longest_box", wraps=boxes._longest_box) as longest:
         found = list(llama(MANY, layout).all_boxes(5))
-        assert len(calls) <= len(found) <= at_most * 3 * 1002
-
-
-def counted(monkeypatch, module, name):
-    calls = []
-    function = getattr(module, name)
-
-    def call(*args, **kwargs):
-        calls.append(None)
-        return function(*args, **kwargs)
-
-    monkeypatch.setattr(module, name, call)
-    return calls
+    assert longest.call_count <= len(found) <= at_most * 3 * 1002
 
 
 @pytest.mark.parametrize("layout", ["rows", "flat"])

@@ -1,13 +1,13 @@
 """One folder, many hands: other processes that save and load there, and the user's own files."""
 
 import errno
+import itertools
 import os
 import shutil
 import signal
 import time
 import warnings
 from contextlib import suppress
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -16,11 +16,11 @@ import torch.distributed as dist
 
 import shardwise
 from disk import Fault, FaultyFiles, Killed, SimulatedDisk
-from inner import (
-    Checkpoints,
-    Files,
-    Load,
-    check_quickly,
+from ranks import HANG_S, on_ranks, start_ranks
+from saving import flip, same_on_all_ranks, warns_on_rank_0
+from shardwise.checkpoint.checkpoints import Checkpoints
+from shardwise.checkpoint.files import Files
+from shardwise.checkpoint.folder import (
     choose,
     clean_up,
     hold,
@@ -32,8 +32,8 @@ from inner import (
     steps_in,
     temporary,
 )
-from ranks import HANG_S, on_ranks, run_ranks, start_ranks
-from saving import flip, warns_on_rank_0
+from shardwise.checkpoint.save_load import Load
+from shardwise.checkpoint.verify import check_quickly
 from shardwise.comm.control import SoloControl
 from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint
 from stamped import build, count, stamp
@@ -110,9 +110,9 @@ def test_a_save_that_loses_a_race_says_that_the_name_is_taken(tmp_path):
 
 @pytest.mark.parametrize("replace", [False, True])
 def test_what_a_killed_save_left_is_removed_by_the_next_save_of_its_name_or_series(replace):
-    start, at = disk_with(1, {1: "A"}), 0
+    start = disk_with(1, {1: "A"})
     seen = 0
-    while True:
+    for at in itertools.count():
         disk = kept(start)
         files = FaultyFiles(disk, Fault(at, when="after"))
         try:
@@ -128,7 +128,6 @@ def test_what_a_killed_save_left_is_removed_by_the_next_save_of_its_name_or_seri
         # What was written comes first: it has a nonce of its own, the same in all these tests.
         assert not [name for name in disk.tree() if name.startswith("/run/.")], (at, left)
         assert newest(disk, 1) == (3, "C")
-        at += 1
 
 
 def test_a_save_of_another_name_leaves_leftovers_alone():
@@ -189,8 +188,8 @@ def test_without_locks_saves_work_and_nothing_is_removed():
 
 def test_where_locks_are_not_seen_a_save_fails_and_no_checkpoint_stands_with_files_missing():
     """Another machine takes the save for a leftover, at any of its operations."""
-    at, lost = 0, 0
-    while True:
+    lost = 0
+    for at in itertools.count():
         disk = disk_with(1, {1: "A"})
 
         class Blind(FaultyFiles):
@@ -218,7 +217,6 @@ def test_where_locks_are_not_seen_a_save_fails_and_no_checkpoint_stands_with_fil
         if at > len(mine.operations):
             assert lost > 3
             return
-        at += 1
 
 
 # ---------------------------------------------------------------------------- the user's own files
@@ -270,20 +268,19 @@ def test_killed_at_any_operation_of_a_removal_nothing_of_the_user_is_lost_or_sta
     with start.create(RUN / step_name(1) / "eval.json") as writer:
         writer.write([memoryview(b"mine")])
         writer.sync()
-    at = 0
-    while True:
+    killed = True
+    for at in itertools.count():
         disk = kept(start)
         with suppress(Killed):
             rotate(FaultyFiles(disk, Fault(at)), RUN, "run", 1, None, 2)
-            at = -1
+            killed = False
         clean_up(disk, RUN)
         rotate(disk, RUN, "run", 1, None, 2)
         left = sorted(n for n in disk.tree() if not n.startswith(f"/run/{step_name(2)}"))
         other = f"/run/{step_name(1)}-other-files"
         assert left == ["/run", other, f"{other}/eval.json", f"{other}/plots"], (at, left)
-        if at < 0:
+        if not killed:
             return
-        at += 1
 
 
 @on_ranks(1)
@@ -445,18 +442,25 @@ MEDDLES = [
 ]
 
 
-def load_beside(rank, world_size, root, does, there):
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize(("does", "there", "letters"), MEDDLES)
+@on_ranks()
+def test_a_checkpoint_that_is_removed_or_replaced_while_it_is_read_gives_way_and_is_no_damage(
+    rank, world_size, tmp_path, does, there, letters
+):
     model, optimizer = build()
-    folder, found = root / "run", []
+    folder, found = tmp_path / "run", []
     for letter, step in SAVES.items():
         stamp(model, optimizer, letter)
         extra = {"text": letter * (1 + 99 * (letter == "C"))}  # of another size than the old one
-        shardwise.save(root / letter, model, optimizer, step=step, extra=extra)
-    for at, is_one in product(range(14), (False, True) if does is save_again else (False,)):
+        shardwise.save(tmp_path / letter, model, optimizer, step=step, extra=extra)
+    for at, is_one in itertools.product(
+        range(14), (False, True) if does is save_again else (False,)
+    ):
         if rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
             for name, letter in there.items():
-                shutil.copytree(root / letter / step_name(SAVES[letter]), folder / name)
+                shutil.copytree(tmp_path / letter / step_name(SAVES[letter]), folder / name)
         dist.barrier()
         stamp(model, optimizer, "Z")
         files = Meddling(folder, at, does) if rank == 0 else FILES
@@ -464,20 +468,11 @@ def load_beside(rank, world_size, root, does, there):
             folder, folder / step_name(2) if is_one else None
         )
         assert loaded is not None
-        letters = "".join(count(model, optimizer))
-        found.append((loaded.step, letters, loaded.extra["text"][0], loaded.skipped))
+        read = "".join(count(model, optimizer))
+        found.append((loaded.step, read, loaded.extra["text"][0], loaded.skipped))
         dist.barrier()
-    return found
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize(("does", "there", "letters"), MEDDLES)
-def test_a_checkpoint_that_is_removed_or_replaced_while_it_is_read_gives_way_and_is_no_damage(
-    tmp_path, world_size, does, there, letters
-):
-    found = run_ranks(load_beside, world_size, tmp_path, does, there)
-    assert set(found[0]) == {(SAVES[letter], letter, letter, ()) for letter in letters}
-    assert all(rank == found[0] for rank in found)
+    same_on_all_ranks(found)
+    assert set(found) == {(SAVES[letter], letter, letter, ()) for letter in letters}
 
 
 @pytest.mark.parametrize("replaced", [False, True])

@@ -12,9 +12,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise
 from disk import FaultyFiles
-from inner import Checkpoints, Files, steps_in
 from models import Stack
-from ranks import HANG_S, Ranks, run_ranks, start_ranks
+from ranks import HANG_S, Ranks, on_ranks, start_ranks
+from shardwise.checkpoint.checkpoints import Checkpoints
+from shardwise.checkpoint.files import Files
+from shardwise.checkpoint.folder import steps_in
 from shardwise.comm.control import timeout_of
 from shardwise.errors import CollectiveError
 from shardwise.mesh import resolve_axes
@@ -32,11 +34,8 @@ def short_mesh(world_size):
     return type(mesh).from_group(group, "cpu", mesh_dim_names=("shard",))
 
 
-def test_small_exchanges_wait_as_long_as_the_groups_of_the_mesh():
-    run_ranks(_ask_for_timeout, 3)
-
-
-def _ask_for_timeout(rank, world_size):
+@on_ranks(3)
+def test_small_exchanges_wait_as_long_as_the_groups_of_the_mesh(world_size):
     axes = resolve_axes(short_mesh(world_size), "cpu")
     assert timeout_of(axes) == timedelta(seconds=TIMEOUT_S)
     assert timeout_of(resolve_axes(None, "cpu")) == timedelta(minutes=5)
@@ -163,7 +162,7 @@ def test_a_disk_that_is_slower_than_the_timeout_is_waited_for(slow_disk):
 
 
 def meet_after_an_interrupt(rank, world_size):
-    from inner import rows_of_all_ranks
+    from shardwise.checkpoint.all_ranks import rows_of_all_ranks
     from shardwise.comm.control import control_over
 
     control = control_over(resolve_axes(short_mesh(world_size), "cpu"))

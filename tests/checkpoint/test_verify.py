@@ -12,20 +12,18 @@ from hypothesis import strategies as st
 
 from disk import Fault, FaultyFiles, Watched
 from hostile import sealed
-from inner import (
+from shardwise.checkpoint.container import digest_of
+from shardwise.checkpoint.files import Files
+from shardwise.checkpoint.manifest import (
     MANIFEST,
-    Files,
     Manifest,
-    Part,
     TensorRow,
-    check_quickly,
-    digest_of,
     file_name,
     index_name,
     unseal,
-    verify,
-    write_checkpoint,
 )
+from shardwise.checkpoint.verify import check_quickly, verify
+from shardwise.checkpoint.write import Part, write_checkpoint
 from shardwise.comm.control import SoloControl
 from shardwise.errors import CheckpointError
 from shardwise.strict_json import dumps

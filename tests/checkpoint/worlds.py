@@ -13,18 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from disk import Lockstep
-from inner import (
-    Item,
-    LayoutRow,
-    OptimizerRow,
-    Ranks,
-    Table,
-    TensorInfo,
-    TensorRow,
-    assemble,
-    dtype_name,
-    write_checkpoint,
-)
+from shardwise.checkpoint.assemble import assemble
+from shardwise.checkpoint.container import dtype_name
+from shardwise.checkpoint.manifest import LayoutRow, OptimizerRow, TensorRow
+from shardwise.checkpoint.source import TensorInfo
+from shardwise.checkpoint.state import Item, Ranks, Table
+from shardwise.checkpoint.write import write_checkpoint
 from shardwise.layout.boxes import Region
 from shardwise.layout.segments import build_layout
 

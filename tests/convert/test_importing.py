@@ -10,14 +10,7 @@ import torch
 
 import shardwise
 from checkpoint.disk import Fault, FaultyFiles
-from checkpoint.saving import (
-    Setting,
-    build,
-    differences,
-    plain,
-    take_step,
-    truth_of,
-)
+from checkpoint.saving import Setting, build, differences, plain, take_step, truth_of
 from convert.sources import MemorySource, all_bits, odd_tensors, source_of, whole_tensors
 from ranks import run_ranks
 from shardwise.checkpoint.files import Files

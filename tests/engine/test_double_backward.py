@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from models import Checkpointed, Stack
@@ -19,8 +19,6 @@ from shardwise.debug import stats
 from shardwise.errors import ShardError, StateError
 from trainer import full, full_grads, full_parameters
 
-Batch = tuple[Tensor, Tensor, Tensor]  # real, fake, and where between them
-
 # A gradient here is a sum over at most 12 samples through 14 products of width up to 11, and back:
 # about 300 roundings.
 ROUNDINGS = 300
@@ -28,6 +26,7 @@ sgd = partial(torch.optim.SGD, lr=0.02, momentum=0.9)
 
 
 def batches(world_size, num_steps=2):
+    """Draw what is real, what is fake, and where between them."""
     generator = torch.Generator().manual_seed(5)
 
     def draw():

@@ -110,7 +110,7 @@ def test_state_that_cannot_be_in_files_is_told_once(tmp_path):
 
 
 @on_ranks(1, 3)
-def test_a_slow_disk_changes_no_bit(rank, tmp_path, steps=12):
+def test_a_slow_disk_changes_no_bit(rank, tmp_path, steps=8):
     """Reads and writes take random times; what is read meanwhile is what was written last."""
     rng = random.Random(rank)
 

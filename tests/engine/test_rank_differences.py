@@ -73,7 +73,7 @@ def draw_batch(random):
 
 
 @pytest.mark.parametrize("kind", [TwoTowers, Checkpointed])
-@on_ranks(1, 2, 3)
+@on_ranks(1, 3)
 def test_ranks_may_use_different_experts_of_a_unit_without_a_gradient_at_its_input(
     rank, world_size, kind
 ):

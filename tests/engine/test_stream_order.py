@@ -335,6 +335,8 @@ COMPOSED = {
     *("stage 2, in a schedule", "stage 1, on a stream", "inputs on the host, on a stream"),
     *("stage 0, slices at home, stepped behind", "stage 2, slices at home, stepped behind"),
     *("slices at home, stepped on the device by momentum", "inputs on the host, reentrant"),
+    *("by block, offloaded, bf16", "by block, on a stream", "slices at home, matrices, bf16"),
+    *("stage 2, gathered as fp8", "by block, checkpointing"),
 }
 
 

@@ -390,7 +390,6 @@ SAVED = {
     4: {
         "ep4": Cell({"ep": 4}, by=1, dense=1, biased=True),
         "ep2": Cell({"ep": 2, "dp_replicate": 2}, by=3, dense=1, biased=True),
-        "ep2tp4": Cell({"ep": 2, "tp": 4}, by=3, dense=1, biased=True),
         "ep2fully": Cell({"ep": 2, "tp": 2}, by="fully_shard", dense=1, biased=True),
     },
 }
@@ -500,7 +499,7 @@ def test_the_decoder_is_cut_over_tp_and_its_experts_over_ep():
     experts = Experts(12, 2, EXPERT, shared=1, dense_layers=1)
     shape = DecoderShape(2, DIM, 2, 2, HEAD, FFN, 14, experts=experts)
     tokens = torch.randint(14, (2, 8, 6), generator=torch.Generator().manual_seed(0))
-    for degrees in ({"tp": 2, "ep": 4}, {"tp": 2}, {"tp": 4, "ep": 2}):
+    for degrees in ({"tp": 2, "ep": 4}, {"tp": 4, "ep": 2}):
         axes = shardwise.Axes(**degrees)
         heads = {"heads": axes.tp, "kv_heads": axes.tp, "head_dim": 4}
         with_heads = replace(shape, ffn=12, vocab=16, **heads)
