@@ -194,6 +194,7 @@ class Mechanisms:
     float8: bool
     has_adapters: bool
     full_finetune: bool
+    steps_otherwise: bool  # in backward, or with moments that the driver pages out
     unknown: tuple[str, ...]
 
 
@@ -224,8 +225,6 @@ def read_mechanisms(row: Row) -> Mechanisms:
         "kernels": None if compiled is None else "compiled" if compiled else "eager",
         "loss": "fused" if "fused_loss" in found else loss,
         "optimizer": next((ours for o, ours in _OPTIMIZERS.items() if o in found), None),
-        "paged_states": "paged" in found or None,
-        "step_in_backward": "in_backward" in found or None,
         "offload": replace(offload, activations="cpu")
         if "activation_offload" in found
         else offload,
@@ -240,6 +239,7 @@ def read_mechanisms(row: Row) -> Mechanisms:
         float8=bool(re.search(r"fp8|float8|mxfp8|nvfp4", precision)),
         has_adapters=bool(found & {"lora", "qlora"}),
         full_finetune="full_finetune" in found or "full finetune" in normalized(row.cell("system")),
+        steps_otherwise=bool(found & {"in_backward", "paged"}),
         unknown=(*unknown, *more),
     )
 

@@ -40,6 +40,7 @@ class System:
     selective: Checkpointing = "selective"
     binary_unit: bool = False
     fused_attention: bool = True
+    steps_otherwise: bool = False
     run: dict[str, Any] = field(default_factory=dict)
 
     def precision_of(self, found: Mechanisms, stage: int) -> str:
@@ -106,6 +107,8 @@ def read_run(row: Row) -> Run:
     shape, system = cells.resolve_shape(row), system_of(row, found)
     if found.has_adapters:
         raise Unmodelled("adapters: the planner trains all parameters")
+    if found.steps_otherwise or system.steps_otherwise:
+        raise Unmodelled("steps in backward, or paged moments: the engine takes no such steps")
     candidate = _candidate(row, found, system)
     model = ShapedModel(row.cell("model"), shape, _seq(row), eager=system.layers)
     return Run(row, system, model, _cluster(row, candidate.world_size), candidate, found.float8)
@@ -125,7 +128,7 @@ def _candidate(row: Row, found: Mechanisms, system: System) -> Candidate:
         num_replicas=max(1, row.data_parallel // shards),
         precision=system.precision_of(found, run["stage"]),
         micro_batch=micro_batch,
-        accumulation=1 if run.get("step_in_backward") else accumulation,
+        accumulation=accumulation,
         **{name: row.count(name, 1) for name in ALL_DEGREES},
         **run,
     )

@@ -131,6 +131,14 @@ def test_every_cited_note_stands_in_the_code():
         assert set(cited) <= titles, f"{page_id(page)}: {set(cited) - titles}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_every_name_that_links_to_a_file_stands_in_that_file(page):
+    for name, target in re.findall(r"\[`([\w.]+)(?:\(\))?`\]\(([\w/.-]+\.py)\)", page.read_text()):
+        path = (page.parent / target).resolve()
+        missing = [part for part in name.split(".") if part not in path.read_text()]
+        assert name == path.name or not missing, f"{page_id(page)}: {name} in {path.name}"
+
+
 def test_every_cited_method_or_field_stands_in_the_code():
     defined = {
         f"{outer.name}.{inner.name if isinstance(inner, ast.FunctionDef) else inner.target.id}"

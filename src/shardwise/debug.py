@@ -123,13 +123,13 @@ def bytes_by_place(
         for storage in unit.storages:
             found[place_of(unit, "params")] += storage.memory.shard_bytes
             found["device"] += storage.memory.copy_bytes + storage.kept_bytes
-            found["host"] += storage.means.bytes_at_home
+            found["host"] += storage.mean_memory.bytes_at_home
         for param in unit.params:
             if not param.encoding.in_storage:
                 found[place_of(unit)] += elements_of(param.sharded).nbytes
             if isinstance(param.grad, DTensor):
                 grad = elements_of(param.grad)
-                if not param.has_storage or not param.storage.means.has_at_home(grad):
+                if not param.has_storage or not param.storage.mean_memory.has_at_home(grad):
                     found[place_of(unit, "grads")] += grad.nbytes
     for each, state in () if optimizer is None else optimizer.state.items():
         owner = owner_of(each)

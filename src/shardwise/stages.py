@@ -1,6 +1,6 @@
 """The table of stages (lifetimes of full parameters and gradients), and unit settings; no torch.
 
-A stage is a row of data; no other code branches on the stage's number.
+A stage is a row of data; no code of the engine branches on the stage's number.
 """
 
 from collections.abc import Sequence

@@ -6,10 +6,10 @@ pairs of them are drawn by a fixed seed; `campaigns/any_to_any.py` takes all tha
 
 import pickle
 import random
-from typing import NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import shardwise
@@ -19,7 +19,6 @@ from saving import (
     NET_ROUNDINGS,
     Setting,
     all_settings,
-    bits,
     build,
     differences,
     state_folder,
@@ -54,39 +53,22 @@ def draw_pairs(seed=175):
 PAIRS = draw_pairs()
 
 
-def write_truth(path, truth):
-    """Write tensors as arrays: a pickle of a hundred tensors takes as long as the run itself."""
-
-    def plain(value):
-        if not isinstance(value, Tensor):
-            return value
-        return Array(value.dtype, value.shape, bits(value).numpy().tobytes())
-
-    before, loss, after = truth
-    kept = [{key: plain(value) for key, value in state.items()} for state in (before, after)]
-    path.write_bytes(pickle.dumps((kept[0], loss, kept[1])))
+def write_truth(path, before, loss, after):
+    """Write tensors as files have them: a pickle of a hundred takes as long as the run itself."""
+    states = {"before": before, "after": after}
+    items = [(when, key, value) for when, state in states.items() for key, value in state.items()]
+    save_file({f"{w} {k}": v for w, k, v in items if isinstance(v, Tensor)}, f"{path}-tensors")
+    rest = [item for item in items if not isinstance(item[2], Tensor)]
+    path.write_bytes(pickle.dumps((loss, rest)))
 
 
 def read_truth(path):
-    def whole(value):
-        return value.tensor() if isinstance(value, Array) else value
-
-    before, loss, after = pickle.loads(path.read_bytes())
-    read = [{key: whole(value) for key, value in state.items()} for state in (before, after)]
-    return read[0], loss, read[1]
-
-
-class Array(NamedTuple):
-    """A tensor as its bytes."""
-
-    dtype: torch.dtype
-    shape: torch.Size
-    of: bytes
-
-    def tensor(self):
-        if not self.of:
-            return torch.empty(self.shape, dtype=self.dtype)
-        return torch.frombuffer(bytearray(self.of), dtype=self.dtype).reshape(self.shape)
+    states = {"before": {}, "after": {}}
+    loss, rest = pickle.loads(path.read_bytes())
+    tensors = load_file(f"{path}-tensors").items()
+    for when, key, value in [*rest, *((*name.split(" ", 1), tensor) for name, tensor in tensors)]:
+        states[when][key] = value
+    return states["before"], loss, states["after"]
 
 
 def train_and_save(rank, world_size, jobs):
@@ -99,7 +81,7 @@ def train_and_save(rank, world_size, jobs):
         shardwise.save(folder / "saved", run.model, run.optimizer, step=3, extra=extra)
         now = truth_of(run)
         loss = take_step(run, 3, norm=False)
-        write_truth(folder / f"truth-{rank}", (now, loss, truth_of(run)))
+        write_truth(folder / f"truth-{rank}", now, loss, truth_of(run))
 
 
 def load_and_compare(rank, world_size, jobs):

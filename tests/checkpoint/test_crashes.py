@@ -7,6 +7,7 @@ simulated (disk.py), so every operation and every loss of what was not synced is
 
 import random
 from contextlib import suppress
+from itertools import count
 
 import pytest
 from hypothesis import given, settings
@@ -39,8 +40,7 @@ def outcomes(replace):
 
 def cut_everywhere(start, ranks, body, check, seed=None):
     """Cut the power before each operation in turn, and after the last; return their number."""
-    k = 0
-    while True:
+    for k in count():
         disk = kept(start)
         disk.crash_at = k
         results, _ = run_ranks_on(disk, ranks, body, seed)
@@ -49,7 +49,6 @@ def cut_everywhere(start, ranks, body, check, seed=None):
         if not any(isinstance(result, PowerCut) for result in results):
             assert not any(isinstance(result, BaseException) for result in results), results
             return k
-        k += 1
 
 
 @pytest.mark.parametrize(("ranks", "replace"), [(1, False), (1, True), (2, True)])
@@ -107,8 +106,7 @@ def test_a_rank_killed_at_any_of_its_operations_leaves_one_whole_and_the_next_ru
     start, verdicts = disk_with(ranks, {1: "A"}), Verdicts(ranks)
     for rank in {0, ranks - 1}:
         for op, when in ((None, "before"), ("write", "middle"), (None, "after")):
-            at = 0
-            while True:
+            for at in count():
                 fault = Fault(at, op=op, when=when)
                 disk, results = killed(start, ranks, rank, fault, save(replace))
                 told = any(isinstance(result, Written) for result in results)
@@ -118,7 +116,6 @@ def test_a_rank_killed_at_any_of_its_operations_leaves_one_whole_and_the_next_ru
                     break
                 again, left = the_next_run(disk, ranks)
                 assert verdicts.of(disk) == (3, "C") and not again, (where, again, left)
-                at += 1
 
 
 def the_next_run(disk, ranks):
@@ -221,7 +218,6 @@ def test_many_saves_and_crashes_in_a_row_end_in_a_checkpoint_that_was_last_or_la
         disk = disk.crash(lambda _, options: rng.randrange(options))
         found = verdicts.of(disk)
         assert found in ({(step, letter)} if told else {last, (step, letter)}), letter
-        assert found is not None
         last = found
         clean_up(disk, RUN)
         assert SoloControl.num_ranks == 1 and not [n for n in disk.tree() if "/.tmp-" in n]

@@ -139,7 +139,6 @@ def test_only_a_regular_file_is_opened_and_the_error_says_what_it_was(tmp_path, 
 def test_a_refused_open_leaves_no_descriptor_open(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     holder = FILES.lock(tmp_path / "lock")
-    assert holder is not None
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(20):
         with pytest.raises(CheckpointError):
@@ -293,7 +292,6 @@ print(Files().lock(Path({str(path)!r})) is not None)
         return out.stdout.split() == [b"True"]
 
     lock = FILES.lock(path)
-    assert lock is not None
     lock.write("a process with a long name")
     lock.write("me")
     assert read_text(FILES, path, 100) == "me"
@@ -306,14 +304,12 @@ print(Files().lock(Path({str(path)!r})) is not None)
 
 def test_a_lock_is_free_again_when_its_holder_let_go_though_a_fork_lives(tmp_path):
     lock = FILES.lock(tmp_path / "lock")
-    assert lock is not None
     # What a forked data loader would hold: a copy of the descriptor of the same open file.
     open_here = [int(fd) for fd in os.listdir("/proc/self/fd") if leads_to(fd, tmp_path)]
     assert len(open_here) == 1
     copy = os.dup(open_here[0])
     lock.release()
     again = FILES.lock(tmp_path / "lock")
-    assert again is not None
     again.release()
     os.close(copy)
 

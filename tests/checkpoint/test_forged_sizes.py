@@ -169,10 +169,8 @@ def test_what_torch_writes_stays_well_below_the_limits(tmp_path):
 def test_the_page_has_the_limits_of_the_code():
     text = PAGE.read_text()
     row = re.search(r"\| a header; a manifest or an index \| (\d+) MiB; (\d+) MiB \|", text)
-    assert row is not None
     limits = (container.MAX_HEADER_BYTES, manifest.MAX_PART_BYTES)
     assert tuple(int(n) * MIB for n in row.groups()) == limits
     row = re.search(r"one of them \| (\d+) (\d+), and one more for every (\d+) bytes \|", text)
-    assert row is not None
     assert int(row[1] + row[2]) == strict_json.MAX_CONTAINERS
     assert int(row[3]) == strict_json.BYTES_PER_CONTAINER

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 import shardwise
 from hostile import CASES, NAME, PARTS, Target, build, extra, save_good
@@ -129,33 +128,26 @@ def _plain_extra(value):
     return value
 
 
-@dataclass
-class Loader:
-    """The ways that load: each returns the state and the user's values, or None for nothing."""
+def ways_of(model, optimizer):
+    """Return the ways to load: each gives the state and the user's values, or None."""
 
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
+    def seen(loaded):
+        return loaded and (state_of(model, optimizer), _plain_extra(loaded.extra))
 
-    def _loaded(self, loaded):
-        if loaded is None:
-            return None
-        return state_of(self.model, self.optimizer), _plain_extra(loaded.extra)
+    def load_this_one(folder):
+        return seen(shardwise.load(folder, model, optimizer))
 
-    def load_this_one(self, folder):
-        return self._loaded(shardwise.load(folder, self.model, self.optimizer))
+    def load_the_newest(folder):
+        return seen(shardwise.load(folder.parent, model, optimizer))
 
-    def load_the_newest(self, folder):
-        return self._loaded(shardwise.load(folder.parent, self.model, self.optimizer))
+    def load_the_step(folder):
+        return seen(shardwise.load(folder.parent, model, optimizer, step=3))
 
-    def load_the_step(self, folder):
-        return self._loaded(shardwise.load(folder.parent, self.model, self.optimizer, step=3))
+    def load_the_runs(folder):
+        with shardwise.Checkpoints(folder.parent, model, optimizer) as checkpoints:
+            return seen(checkpoints.load())
 
-    def load_the_runs(self, folder):
-        with shardwise.Checkpoints(folder.parent, self.model, self.optimizer) as checkpoints:
-            return self._loaded(checkpoints.load())
-
-    def ways(self):
-        return [self.load_this_one, self.load_the_newest, self.load_the_step, self.load_the_runs]
+    return [load_this_one, load_the_newest, load_the_step, load_the_runs]
 
 
 def read_all(folder):
@@ -281,16 +273,20 @@ def attack_all(rank, world_size, scratch, every=False):
     root = Path(scratch)
     warnings.simplefilter("ignore")  # a damaged newest checkpoint is warned of, rightly
     model, optimizer = build(rank)
-    loader = Loader(model, optimizer)
+    this_one, *further = loads = ways_of(model, optimizer)
     own = root / "good" / NAME
-    good = state_of_good(loader, own)
+    found = []
+    for way in loads:
+        scramble(model, optimizer)
+        found.append(way(own))
+    good = found[0]
+    assert all(one == good for one in found) and good[1] == _plain_extra(extra())
     for way in (read_all, verified, quick, commands):
         way(own)
     watch = Watch()
     sys.addaudithook(watch.hook)
     reports = [Report("probe")]
     _try(CASES[0], misbehaves, own, reports[0], watch, good, OVER_BYTES)
-    _, *further = loader.ways()
     for number, case in enumerate(CASES):
         report = Report(case.name)
         run = root / case.name
@@ -298,7 +294,7 @@ def attack_all(rank, world_size, scratch, every=False):
         case.attack(Target(run / NAME))
         others = [further[number // 3 % len(further)], read_all, quick]
         drawn = others if every or case.name == FUTURE else [others[number % 3]]
-        ways = [loader.load_this_one, verified, *drawn]
+        ways = [this_one, verified, *drawn]
         if number % COMMANDS_EVERY == 0:
             ways.append(commands)
         allowed = _allowed_bytes(run)
@@ -309,17 +305,6 @@ def attack_all(rank, world_size, scratch, every=False):
         reports.append(report)
         shutil.rmtree(run)
     return reports
-
-
-def state_of_good(loader, folder):
-    """Return what every way gives for the checkpoint that nobody touched."""
-    found = []
-    for way in loader.ways():
-        scramble(loader.model, loader.optimizer)
-        found.append(way(folder))
-    assert all(one == found[0] for one in found)
-    assert found[0][1] == _plain_extra(extra())
-    return found[0]
 
 
 @pytest.fixture(scope="module")

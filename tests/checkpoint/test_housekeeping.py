@@ -1,6 +1,7 @@
 """The folder of a run: what is removed and what never is, who may write there, what is reported."""
 
 import errno
+import itertools
 import json
 import os
 import re
@@ -87,8 +88,8 @@ def test_rotation_removes_no_checkpoint_of_another_run():
 
 
 def test_killed_at_any_operation_of_a_rotation_what_is_left_are_whole_checkpoints():
-    start, at = disk_with(1, {1: "A", 2: "B", 3: "C", 4: "D"}), 0
-    while True:
+    start = disk_with(1, {1: "A", 2: "B", 3: "C", 4: "D"})
+    for at in itertools.count():
         disk = kept(start)
         files = FaultyFiles(disk, Fault(at))
         try:
@@ -105,7 +106,6 @@ def test_killed_at_any_operation_of_a_rotation_what_is_left_are_whole_checkpoint
         rotate(disk, RUN, "run", 2, None, 4)
         assert steps_in(disk, RUN) == [4, 3]
         assert not [name for name in disk.tree() if "/.old-" in name]
-        at += 1
 
 
 FOREIGN = (
@@ -236,8 +236,7 @@ def try_to_open(rank, world_size, folder):
     model, optimizer = build()
     try:
         with Checkpoints(folder, model, optimizer) as checkpoints:
-            loaded = checkpoints.load()
-            assert loaded is not None
+            assert checkpoints.load() is not None
             checkpoints.save(2, wait=True)
             return "", list(checkpoints.leftovers.removed)
     except CheckpointError as error:
@@ -274,7 +273,6 @@ def test_a_lock_says_whose_it_is_and_one_whose_writer_died_in_the_middle_that_it
     take_lock(Files(), tmp_path, "our run").release()
     assert json.loads((tmp_path / LOCK).read_text())["run"] == "our run"
     lock = Files().lock(tmp_path / LOCK)
-    assert lock is not None
     lock.write('{"pid": 1')
     with pytest.raises(CheckpointError, match="another process saves checkpoints there"):
         take_lock(Files(), tmp_path, "our run")
@@ -310,7 +308,6 @@ def test_a_run_starts_however_long_others_hold_the_lock_to_ask_whose_it_is(tmp_p
     assert files.num_tries == len(pauses) + 1 > 6
 
     asking = Files().lock(tmp_path / LOCK, shared=True)  # and is stopped
-    assert asking is not None
     assert lock_holder(Files(), tmp_path) is None  # two who ask are not each other's holder
     with pytest.raises(CheckpointError, match=r"only test this lock .* for a minute"):
         take_lock(Files(), tmp_path, "mine")
@@ -318,7 +315,6 @@ def test_a_run_starts_however_long_others_hold_the_lock_to_ask_whose_it_is(tmp_p
     asking.release()
 
     def hold_while_asked(_):
-        assert asking is not None
         asking.release()
         held.append(take_lock(Files(), tmp_path, "other"))
 

@@ -220,7 +220,6 @@ def test_a_folder_of_another_user_or_job_is_refused_and_what_is_not_ours_stays(t
     (folder / "notes").mkdir()
     lock = Files().lock(folder / LOCK)
     run_ranks(load_raises, 2, tmp_path, "another job of this user keeps its copies there")
-    assert lock is not None
     lock.release()
     run_ranks(train, 2, tmp_path, (2,))
     assert (folder / "notes").is_dir()
@@ -261,7 +260,7 @@ def test_a_later_copy_that_fails_is_a_warning_and_the_run_goes_on(rank, tmp_path
         truth = truth_of(run)
         take_step(run, 4)
         loaded = checkpoints.load(extra=run.extra)
-        assert loaded is not None and (loaded.step, loaded.from_memory) == (3, True)
+        assert (loaded.step, loaded.from_memory) == (3, True)
         assert not differences(truth_of(run), truth)
 
 
@@ -269,7 +268,7 @@ def goes_on_and_saves(rank, num_ranks, root):
     with run_of(rank, root) as (run, checkpoints):
         with warns_on_rank_0(rank, "a newer checkpoint is damaged"):
             loaded = checkpoints.load(extra=run.extra)
-        assert loaded is not None and (loaded.step, loaded.from_memory) == (END - 2, True)
+        assert (loaded.step, loaded.from_memory) == (END - 2, True)
         assert checkpoints.copy_to_memory(END - 2) is None, "it is there"
         take_step(run, END - 1, norm=False)
         checkpoints.save(END - 1, extra=run.extra, wait=True)

@@ -184,7 +184,7 @@ def load_as(rank, world_size, hows, saves, every):
 
 WAYS = {
     1: [How(1, 1)],
-    3: [How(3, 1, 2, "flat"), How(1, 3), How(3, 1, dims=True)],
+    3: [How(3, 1, 2, "flat"), How(1, 3), How(3, 1, fully=True, dims=True)],
     4: [
         How(2, 2, dims=True),
         How(2, 2, 0, "flat"),
@@ -196,7 +196,6 @@ WAYS = {
         How(2, 2, fully=True, dims=True),
     ],
 }
-WAYS[3][2] = How(3, 1, fully=True, dims=True)
 
 
 def in_fresh_ranks(fn, size, *args):

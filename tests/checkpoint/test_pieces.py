@@ -206,7 +206,6 @@ def changed(rank, **fields):
 
 def optimizer_of(rank, **settings):
     row = EXAMPLE.table_of(rank).optimizer
-    assert row is not None
     return row.model_copy(update={"groups": [row.groups[0] | settings]})
 
 

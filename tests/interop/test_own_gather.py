@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import shardwise
 from oracle import assert_same_bits
 from own_gather import KINDS, OwnNet
-from ranks import run_ranks, run_sizes
+from ranks import on_ranks, run_sizes
 from shardwise.errors import ConfigError, ReplicaError, StateError
 from shardwise.tensor.inner import gather_whole, plain_parts
 from shardwise.tensor.plain_state import owner_of
@@ -173,8 +173,8 @@ def test_tensors_with_a_gather_of_their_own_train_as_in_one_process_and_load_any
     run_sizes(load_elsewhere, {1: (tmp_path, 3), 3: (tmp_path, 2)})
 
 
-def more(rank, world_size):
-    """Windows, contexts, copies, replicas, frozen ones, and what is told."""
+@on_ranks(2)
+def test_windows_contexts_and_copies_know_tensors_with_a_gather_of_their_own(rank):
     for kind in KINDS:
         totals = []
         for how in ("calls", *STAGES):
@@ -213,8 +213,9 @@ def more(rank, world_size):
         assert_same_bits(full(copied), full(model))
 
 
-def alike_in_every_way(rank, world_size):
-    """In bf16, where a gathered weight may be what was sent; with lists of tensors; clipped."""
+@on_ranks(2)
+def test_both_surfaces_take_the_same_clipped_steps_in_bf16_and_with_lists_of_tensors():
+    """In bf16 a gathered weight may be what was sent."""
     half = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     for kind in KINDS:
         for of_shard, of_calls, foreach in (
@@ -243,7 +244,8 @@ def alike_in_every_way(rank, world_size):
     assert step_losses(early, optimizer, range(2)) == step_losses(late, adam(late), range(2))
 
 
-def replicas(rank, world_size):
+@on_ranks(2)
+def test_replicas_of_tensors_with_a_gather_of_their_own_are_compared(rank):
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     for kind in KINDS:
         for how in ("calls", 2):
@@ -257,7 +259,8 @@ def replicas(rank, world_size):
                 shardwise.check.replicas(model, optimizer)
 
 
-def refuse(rank, world_size):
+@on_ranks(2)
+def test_what_tensors_with_a_gather_of_their_own_cannot_do_is_refused(rank):
     with pytest.raises(ConfigError, match=r"blocks\.0\.weight' is a HalfSent.*use stage 1, 2 or 3"):
         sharded("half", 0)
     with pytest.raises(ConfigError, match="offload= takes plain parameters"):
@@ -271,10 +274,3 @@ def refuse(rank, world_size):
         ConfigError, match=r"blocks\.0\.weight' is a Scaled, whose 'scale' has shape"
     ):
         shardwise.save("nowhere", scaled)
-
-
-def test_windows_contexts_copies_and_replicas_know_tensors_with_a_gather_of_their_own():
-    run_ranks(more, 2)
-    run_ranks(alike_in_every_way, 2)
-    run_ranks(replicas, 2)
-    run_ranks(refuse, 2)

@@ -345,9 +345,12 @@ def prompted_llama(seed, name):
     return peft.get_peft_model(base, PROMPTS[name]())
 
 
-def save_prompts(rank, world_size, folder):
+@on_ranks(2)
+def test_prompts_are_saved_as_stock_peft_saves_them_and_loaded(rank, tmp_path):
+    if rank == 0:
+        lora_llama().save_pretrained(str(tmp_path / "lora"))
     for name in PROMPTS:
-        path, plain = Path(folder, name), prompted_llama(1, name)
+        path, plain = tmp_path / name, prompted_llama(1, name)
         losses = losses_of(DistributedDataParallel(plain))
         # The encoder, too, may be a unit of its own: it runs when its prompt is saved.
         encoder = [type(plain.prompt_encoder["default"]).__name__]
@@ -366,13 +369,8 @@ def save_prompts(rank, world_size, folder):
             load_adapter(fresh, path)
             assert_same_bits(full_parameters(fresh), dict(plain.named_parameters()))
             with pytest.raises(ConfigError, match="does not fit adapter 'default'"):
-                load_adapter(fresh, Path(folder, "lora"))
+                load_adapter(fresh, tmp_path / "lora")
             assert_same_bits(full_parameters(fresh), dict(plain.named_parameters()))
-
-
-def test_prompts_are_saved_as_stock_peft_saves_them_and_loaded(tmp_path):
-    lora_llama().save_pretrained(str(tmp_path / "lora"))
-    run_ranks(save_prompts, 2, str(tmp_path))
 
 
 @on_ranks(2)

@@ -271,38 +271,35 @@ def test_weights_that_are_stored_twice_are_tied_if_they_are_the_same(tmp_path):
     assert second[0] == []  # once, not on every rank
 
 
-def save_in_every_way(rank, world_size, folder):
+@on_ranks(2)
+def test_every_way_of_saving_writes_the_same_and_leaves_nothing_else(rank, tmp_path):
     """The model's own method, ours, inside gathered(); a second save over the first."""
-    model = shard(make_llama(), stage=3)
-    prepare(model)
+    model = prepare(shard(make_llama(), stage=3))
     shown = io.StringIO()
     with redirect_stderr(shown):
-        model.save_pretrained(folder / "own", max_shard_size="10.5 kB")
+        model.save_pretrained(tmp_path / "own", max_shard_size="10.5 kB")
     assert not shown.getvalue()  # no bar of transformers, which would count no weights
-    size = max(p.stat().st_size for p in (folder / "own").glob("*.safetensors"))
+    size = max(p.stat().st_size for p in (tmp_path / "own").glob("*.safetensors"))
     assert 9000 < size < 10500 + 4000  # and the header
     with pytest.raises(ConfigError, match=r"max_shard_size='0\.1': expected bytes, or text such"):
-        model.save_pretrained(folder / "own", max_shard_size="0.1")
-    assert any((folder / "own").glob("*.safetensors"))  # the earlier ones, which stay
+        model.save_pretrained(tmp_path / "own", max_shard_size="0.1")
+    assert any((tmp_path / "own").glob("*.safetensors"))  # the earlier ones, which stay
     with pytest.raises(ConfigError, match="resize_token_embeddings: the model is sharded"):
         model.resize_token_embeddings(70)
-    save_pretrained(model, folder / "ours", is_main_process=rank == 0)
+    save_pretrained(model, tmp_path / "ours", is_main_process=rank == 0)
     with gathered(model):
         if rank == 0:
-            model.save_pretrained(folder / "whole")
+            model.save_pretrained(tmp_path / "whole")
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(1)
-    model.save_pretrained(folder / "own", max_shard_size=10**9)
-    load_weights(model, folder / "ours")
+    model.save_pretrained(tmp_path / "own", max_shard_size=10**9)
+    load_weights(model, tmp_path / "ours")
     assert_same_tensors(
         {k: v.full_tensor() for k, v in model.state_dict().items()},
-        transformers.LlamaForCausalLM.from_pretrained(folder / "ours").state_dict(),
+        transformers.LlamaForCausalLM.from_pretrained(tmp_path / "ours").state_dict(),
     )
-
-
-def test_every_way_of_saving_writes_the_same_and_leaves_nothing_else(tmp_path):
-    run_ranks(save_in_every_way, 2, tmp_path)
+    torch.distributed.barrier()
     ours = load_file(tmp_path / "ours" / "model.safetensors")
     whole = load_file(tmp_path / "whole" / "model.safetensors")
     assert_same_tensors(dict(sorted(ours.items())), dict(sorted(whole.items())))

@@ -132,11 +132,12 @@ def test_timelines_have_no_gaps_and_no_overlaps(ran):
             assert ("shard.all_gather" in by_line) is (world_size > 1)
 
 
-def count_passes(rank, world_size, output):
+@on_ranks(3)
+def test_a_step_is_told_as_skipped_where_gradients_went_without_it(tmp_path):
     model = shard(Stack(), stage=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.randn(4, 8)
-    with observe(model, optimizer, output) as run:
+    with observe(model, optimizer, tmp_path) as run:
         for way in ("window", "plain", "pause", "overflow", "last"):
             for number in range(3 if way in ("window", "plain") else 1):
                 with accumulate(model, last=number == 2 or way != "window"):
@@ -149,10 +150,7 @@ def count_passes(rank, world_size, output):
                 model(x).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-
-
-def test_a_step_is_told_as_skipped_where_gradients_went_without_it(tmp_path):
-    run_ranks(count_passes, 3, str(tmp_path))
+    dist.barrier()
     told = [line.metrics[SKIPPED_STEPS] for line in read_run(tmp_path).steps]
     assert [(each.min, each.max) for each in told] == [(0, 0), (0, 0), (0, 0), (1, 1), (0, 0)]
 
@@ -245,21 +243,18 @@ def test_outputs_that_fail_are_told_of_once_closed_and_end_no_training(tmp_path)
     assert calls == ["write", "close"] and not other and not unused
 
 
-def raises_after_its_steps(rank, world_size, output):
+@on_ranks(1)
+def test_a_run_that_raises_keeps_what_each_rank_saw_of_steps_whose_line_was_not_due(rank, tmp_path):
     model = shard(Checkpointed(), stage=3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with (
         pytest.raises(ZeroDivisionError),
-        observe(model, optimizer, output, detail_every=STEPS) as run,
+        observe(model, optimizer, tmp_path, detail_every=STEPS) as run,
     ):
         train(model, optimizer, run, rank)
         while run.latest is None or run.latest.step < 10:  # the thread writes it when it comes to
             time.sleep(0.01)
         run.log(loss=1 / 0)
-
-
-def test_a_run_that_raises_keeps_what_each_rank_saw_of_steps_whose_line_was_not_due(tmp_path):
-    run_ranks(raises_after_its_steps, 1, str(tmp_path))
     record = read_run(tmp_path)
     assert record.steps[-1].step == 10
     (*_, (_, last)) = record.lines(Timeline)

@@ -74,7 +74,7 @@ CELLS = [
     ("small", {"offload": Offload(activations="cpu"), "pp": 2, "accumulation": 4, **FULL}),
     ("small", {"offload": Offload(activations="cpu"), "pp": 2, "accumulation": 4, **FULL, **FIRST}),
     ("small", {"optimizer_kernel": "foreach", "prefetch_bytes": 0, "bucket_bytes": 0}),
-    ("small", {"optimizer_kernel": "loop", "step_in_backward": True, "reduces_in_flight": 1}),
+    ("small", {"optimizer_kernel": "loop", "reduces_in_flight": 1}),
     ("small", {"optimizer": "sgd", "reduce_every": "micro_batch", "accumulation": 2}),
 ]
 

@@ -24,7 +24,6 @@ from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.model.shapes import llama_shape
 from shardwise.plan.planning import plan
 from shardwise.plan.request import PlanRequest, SimulateRequest
-from shardwise.plan.searching import search
 from shardwise.quantities import parse_size
 from shardwise.train.config import TrainConfig, dump_config, load_config
 from shardwise.train.decoder import Decoder
@@ -99,33 +98,6 @@ def test_a_wrong_key_is_told_with_its_flag_and_what_is_allowed(flags, words):
     with pytest.raises(ConfigError) as error:
         ask(**flags)
     assert [word for word in words if word not in str(error.value)] == []
-
-
-@pytest.mark.parametrize(
-    ("flags", "text"),
-    [
-        ({"accumulation": 2}, "none can be summed over 2 micro-batches"),
-        ({"ranks": 1, "tokens_per_step": 512}, "none can be summed over 4 micro-batches"),
-    ],
-)
-def test_a_step_in_backward_has_no_accumulation_however_it_was_decided(flags, text, tmp_path):
-    with pytest.raises(ConfigError, match=text):
-        set_up_tiny(tmp_path, step_in_backward=True, seq=16, **flags)
-
-
-def test_a_search_has_no_accumulation_beside_a_step_in_backward():
-    setup = set_up(
-        "llama-3.2-1b",
-        ask(search=True, step_in_backward=True, ranks=8, tokens_per_step=8 * 8192 * 2),
-    )
-    result = search(
-        setup.model,
-        setup.cluster,
-        replace(space_of(setup), degrees=((1, 1, 1),), stages=(3,)),
-        limits_of(setup),
-        setup.prices_of,
-    )
-    assert result.pareto and all(made.candidate.accumulation == 1 for made in result.pareto)
 
 
 def test_tokens_may_be_counted_in_powers_of_two():

@@ -62,8 +62,8 @@ SETTINGS = [
     (
         2,
         {"precision": "fp32", "optimizer": "radam", "optimizer_options": {"eps": 1e-5}}
-        | {"schedule": "OneCycle", "warmup_steps": 0}
-        | {"schedule_options": {"cycle_min_lr": 1e-3, "cycle_max_lr": 1e-2}},
+        | {"schedule": "WarmupCosineLR", "warmup_steps": 0}
+        | {"schedule_options": {"cos_min_ratio": 0.1}},
     ),
 ]
 

@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from resumes import lines_of, train, write_text
 from shardwise.offload import disk
 from shardwise.offload.files import System
@@ -99,14 +99,10 @@ class WritesLate(System):
         return super().write(fd, at, data)
 
 
-def replay_on_slow_disk(rank, world_size, folder):
-    flags = {"stage": 2, "optimizer_options": {"moments": "8bit"}, "steps": 4, "replay_every": 1}
-    flags |= {"data": folder / "text.txt", "output": folder, "offload": f"nvme:{folder}"}
-    with mock.patch.object(disk, "System", WritesLate):
-        train(rank, world_size, flags)
-
-
+@on_ranks(1)
 def test_a_step_computed_twice_waits_for_codes_on_their_way_to_a_slow_disk(tmp_path):
-    write_text(tmp_path)
-    run_ranks(replay_on_slow_disk, 1, tmp_path)
+    flags = {"stage": 2, "optimizer_options": {"moments": "8bit"}, "steps": 4, "replay_every": 1}
+    flags |= {"data": write_text(tmp_path), "output": tmp_path, "offload": f"nvme:{tmp_path}"}
+    with mock.patch.object(disk, "System", WritesLate):
+        train(0, 1, flags)
     assert len([row for row in lines_of(tmp_path) if "loss" in row]) == 4

@@ -465,7 +465,7 @@ def _compared_tokens(setup: Setup) -> int | None:
     ``_MOST_TOKENS`` of all. None where the user has decided accumulation, or there can be none.
     """
     base, given = setup.candidate, setup.given
-    if "accumulation" in given or base.step_in_backward:
+    if "accumulation" in given:
         return None
     each = setup.cluster.num_ranks * setup.model.seq
     most = max(1, _MOST_TOKENS // each)

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -44,8 +45,7 @@ class GatherItem:
     in_place: bool
 
 
-@dataclass(frozen=True)
-class ReduceItem:
+class ReduceItem(NamedTuple):
     """Reduce-scatter of one segment: ``out`` (this rank's share) becomes the mean over ranks.
 
     ``parts`` are (offset in the segment, flat tensor); elements that no part covers are undefined.

@@ -152,7 +152,7 @@ def start_all_to_all(
 
 
 @dataclass
-class _Sum:
+class _SliceSum:
     """One range of this rank's share: its own addend, the peers', and where the mean goes.
 
     ``out`` may be the memory of the lowest peer's addend.
@@ -209,7 +209,7 @@ def start_reduce_scatter(
     lies in ``out`` where the dtypes agree. The sums run in ``wait``.
     """
     exchange = _Messages(collective, axis)
-    sums = [_Sum(out, own, {}) for item in items for own, out in _slices(item, axis.rank)]
+    sums = [_SliceSum(out, own, {}) for item in items for own, out in _slices(item, axis.rank)]
     unpacks: list[Callable[[], None]] = []
     buffers: list[torch.Tensor] = []
     key = key_of(collective, axis)
@@ -259,7 +259,7 @@ def _send_shares(exchange: _Messages, items: Sequence[ReduceItem], peer: int) ->
 
 
 def _receive_shares(
-    exchange: _Messages, sums: Sequence[_Sum], peer: int
+    exchange: _Messages, sums: Sequence[_SliceSum], peer: int
 ) -> tuple[torch.Tensor, Callable[[], None]]:
     """Post the receives of a peer's addends; return the buffer of small ones and its unpacking."""
     small = [each for each in sums if is_small(each.own.nbytes)]

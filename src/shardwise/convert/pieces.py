@@ -10,7 +10,7 @@ import torch
 from shardwise.checkpoint.container import torch_dtype
 from shardwise.checkpoint.source import OptimizerInfo, TensorInfo
 from shardwise.errors import CheckpointError, DamagedCheckpoint, ShardwiseError
-from shardwise.layout.boxes import Region, boxes_of_range
+from shardwise.layout.boxes import Region, boxes_of_range, contiguous_stride
 
 ReadRange = Callable[[int, int], torch.Tensor]
 
@@ -49,7 +49,7 @@ def read_pieces(
         for piece in pieces:
             if (shared := piece.region.common(want)) is not None:
                 elements = piece.read(*piece.region.flat(shared))
-                strides = torch.empty(piece.region.shape, device="meta").stride()
+                strides = contiguous_stride(piece.region.shape)
                 part[want.inside(shared)].copy_(elements.as_strided(shared.shape, strides, 0))
     return out
 

@@ -17,15 +17,13 @@ from shardwise.comm.pending import CollectiveId
 from shardwise.errors import ConfigError
 from shardwise.layout.placements import local_of
 from shardwise.layout.units import ParamSpec, UnitSpec
+from shardwise.tensor.plain_state import PLAIN_SCALARS
 from shardwise.tensor.replaced import retire
 from shardwise.tensor.shard_tensor import ShardTensor
 from shardwise.unit.param import ShardedParam
 from shardwise.unit.unit import Unit
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
-
-# State with one element per parameter. For a scalar parameter the shape does not show this.
-_COUNTS = ("step", "eta", "mu", "mu_product")
 
 
 class Adoption:
@@ -136,7 +134,8 @@ def _state_facts(param: ParamSpec, state: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _is_cut(key: str, value: torch.Tensor, param: torch.Tensor) -> bool:
-    return value.shape == param.shape and (value.ndim > 0 or key not in _COUNTS)
+    # For a scalar parameter the shape does not show what is one number for all of it.
+    return value.shape == param.shape and (value.ndim > 0 or key not in PLAIN_SCALARS)
 
 
 @torch.no_grad()

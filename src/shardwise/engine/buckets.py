@@ -30,7 +30,7 @@ R = TypeVar("R", bound=StartedReduction)
 class ReduceQueue(Generic[U, R]):
     """Buckets of gradients: a full bucket starts its reduction; few reductions are in flight.
 
-    Units with equal ``mesh_of`` share a bucket. ``waits_at_close``: another collective follows a
+    Units with equal ``bucket_of`` share a bucket. ``waits_at_close``: another collective follows a
     reduction (stage 0, a replicate axis). Then the end of the pass waits for reductions, so reading
     ``p.grad`` starts no collective. ``reduces_in_flight`` may change.
     """
@@ -41,13 +41,13 @@ class ReduceQueue(Generic[U, R]):
         bucket_bytes: int,
         reduces_in_flight: int,
         waits_at_close: bool,
-        mesh_of: Callable[[U], Hashable] = lambda unit: None,
+        bucket_of: Callable[[U], Hashable] = lambda unit: None,
     ) -> None:
         self._make = make
         self._bucket_bytes = bucket_bytes
         self.reduces_in_flight = reduces_in_flight
         self._waits_at_close = waits_at_close
-        self._mesh_of = mesh_of
+        self._bucket_of = bucket_of
         self._buckets: dict[Hashable, list[U]] = {}
         self._num_bytes = Counter[Hashable]()  # in each bucket
         self._in_flight: list[R] = []
@@ -67,18 +67,18 @@ class ReduceQueue(Generic[U, R]):
 
         **Cost** small units share one reduction of ``bucket_bytes``.
         """
-        mesh = self._mesh_of(unit)
-        bucket = self._buckets.setdefault(mesh, [])
+        key = self._bucket_of(unit)
+        bucket = self._buckets.setdefault(key, [])
         if unit in bucket:
             return
         bucket.append(unit)
-        self._num_bytes[mesh] += unit.full_bytes
-        if self._num_bytes[mesh] >= self._bucket_bytes:
-            self._start_bucket(mesh)
+        self._num_bytes[key] += unit.full_bytes
+        if self._num_bytes[key] >= self._bucket_bytes:
+            self._start_bucket(key)
 
-    def _start_bucket(self, mesh: Hashable) -> None:
-        del self._num_bytes[mesh]
-        reduction = self._make(self._buckets.pop(mesh))
+    def _start_bucket(self, key: Hashable) -> None:
+        del self._num_bytes[key]
+        reduction = self._make(self._buckets.pop(key))
         reduction.start()
         self._in_flight.append(reduction)
         self._wait(self.reduces_in_flight)
@@ -91,8 +91,8 @@ class ReduceQueue(Generic[U, R]):
 
     def close(self) -> None:
         """Start the remaining buckets at the end of a backward pass."""
-        for mesh in list(self._buckets):
-            self._start_bucket(mesh)
+        for key in list(self._buckets):
+            self._start_bucket(key)
         if self._waits_at_close:
             self._wait()
 

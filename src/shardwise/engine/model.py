@@ -49,7 +49,7 @@ def compare_load(
     **Raises** ConfigError on all ranks, before anything is written, naming the first difference.
     """
     units = _units_of(module)
-    engine = units[0].scheduler if units else None
+    engine = units[0].engine if units else None
     root = engine.units[0] if isinstance(engine, Engine) else units[0] if units else None
     if root is None or (prefix and module not in root.modules):
         return

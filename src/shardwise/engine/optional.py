@@ -38,9 +38,8 @@ class OptionalUnits:
             if around:
                 self._inside[around[-1].index].append(unit)
 
-    def record(self, call: Call) -> None:
-        """Record the innermost call, which autograd records too."""
-        self._passes.record(call)
+    def note_parent(self, call: Call) -> None:
+        """Note the call in which the innermost one runs, if units in it may be skipped."""
         parent = self._passes.stack[-2] if len(self._passes.stack) > 1 else None
         if self._any and parent is not None and parent.is_recorded:
             call.parent = weakref.ref(parent)
@@ -68,7 +67,8 @@ class OptionalUnits:
         is_next = self._schedule.before_forward(unit, in_backward=call.in_backward)
         call.was_skipped = True
         if parent.is_recorded:
-            self.record(call)
+            self._passes.record(call)
+            self.note_parent(call)
             call.enter(CallState.AWAITING)
         for inner in self._inside[unit.index]:
             self._visit(inner)

@@ -159,7 +159,7 @@ def _note_step(optimizer: Any, *_: object) -> None:
         found: dict[int, RankChecks] = {}
         params = [param for group in optimizer.param_groups for param in group["params"]]
         for param in params:
-            checks = getattr(getattr(owner_of(param), "unit", None), "scheduler", None)
+            checks = getattr(getattr(owner_of(param), "unit", None), "engine", None)
             checks = getattr(checks, "rank_checks", None)
             if checks is not None:
                 found[id(checks)] = checks

@@ -62,7 +62,7 @@ class Engine:
         )
         self.backward = Backward(comm, rules, self.conditions, self.activations)
         self._num_calls = 0
-        self.take_units([])
+        self.units: list[Unit] = []
 
     def take_units(self, units: list[Unit], order: Sequence[int] | None = None) -> None:
         """Take over all units, the root first; ``order`` as in `Schedule.take_units`."""
@@ -199,7 +199,8 @@ class Engine:
         if dtype is not None:
             args, kwargs = cast_floating(args, dtype), cast_floating(kwargs, dtype)
         if records and not call.recomputes:
-            self.backward.optional.record(call)
+            self.passes.record(call)
+            self.backward.optional.note_parent(call)
             self.passes.watch_inputs(call, (args, kwargs))
         return args, kwargs
 
@@ -240,7 +241,7 @@ class Engine:
         if output is not None:
             self.backward.optional.visit_forward(None)
         call = self.passes.leave()
-        unit.comm.tracer.mark_end("recompute" if in_backward() else "forward", unit.name)
+        unit.comm.tracer.mark_end("recompute" if call.in_backward else "forward", unit.name)
         written = unit.slots.unbind()
         if output is not None and written:
             raise written_in_forward(written)
@@ -251,14 +252,14 @@ class Engine:
             self.schedule.note_ahead(unit)
         self.schedule.after_forward(
             unit,
-            in_backward=in_backward(),
+            in_backward=call.in_backward,
             expects_backward=call.is_recorded and self.passes.watch_outputs(call, output),
             backward_is_next=call.backward_is_next,
             still_runs=goes_on or others_follow or any(c.unit is unit for c in stack),
             at_root=not stack and not others_follow,
         )
 
-    # -- called by parameters (unit.Scheduler)
+    # -- called by parameters (unit.EngineOfUnits)
     def is_running(self) -> bool:
         """Tell whether a forward pass runs, or a backward pass, which may recompute one."""
         return bool(self.passes.stack) or (in_backward() and not self.backward.runs_grad_hooks)

@@ -73,14 +73,14 @@ def in_forward_order(units: Iterable[Any]) -> list[Any]:
     """Return the units in the order in which each model's next forward pass needs them."""
     places: dict[int, tuple[int, dict[int, int]]] = {}
     for unit in units:
-        if id(unit.scheduler) not in places:
-            has_run = unit.scheduler is not None
-            known = unit.scheduler.schedule.order.forward if has_run else []
+        if id(unit.engine) not in places:
+            has_run = unit.engine is not None
+            known = unit.engine.schedule.order.forward if has_run else []
             order = {index: place for place, index in enumerate(known)}
-            places[id(unit.scheduler)] = len(places), order
+            places[id(unit.engine)] = len(places), order
 
     def turn(unit: Any) -> tuple[int, int, int]:
-        model, order = places[id(unit.scheduler)]
+        model, order = places[id(unit.engine)]
         return model, order.get(unit.index, len(order)), unit.index
 
     return sorted(units, key=turn)
@@ -146,6 +146,35 @@ class Turns:
         """End the pass; return all units that have not had their turn, in order."""
         rest = self._order[self._next :]
         self._next = len(self._order)
+        return rest
+
+
+class GatherOrder:
+    """The order in which all ranks gather units, and how far this forward pass has come."""
+
+    def __init__(self) -> None:
+        self._order: list[int] = []
+        self._places: dict[int, int] = {}
+        self._num_reached = 0
+
+    def take(self, order: Sequence[int]) -> None:
+        """Take over an order of all units."""
+        self._order = list(order)
+        self._places = {index: place for place, index in enumerate(order)}
+
+    def before(self, index: int) -> list[int]:
+        """Return the units that come before one."""
+        return self._order[: self._places[index]]
+
+    def reach(self, index: int) -> tuple[list[int], list[int]]:
+        """Note that a unit runs now; return those before it since the last one, and all after."""
+        place, begin = self._places[index], self._num_reached
+        self._num_reached = max(begin, place)
+        return self._order[begin:place], self._order[place + 1 :]
+
+    def end(self) -> list[int]:
+        """End the forward pass; return the units after the last one that ran, and that one."""
+        rest, self._num_reached = self._order[self._num_reached :], 0
         return rest
 
 
@@ -234,9 +263,7 @@ class Schedule(Generic[U]):
         self._ahead: set[int] = set()
         self._held: set[int] = set()  # used outside their modules: full until backward ends
         self._in_backward: set[int] = set()
-        self._gathers: list[int] = []
-        self._places: dict[int, int] = {}  # of each unit in _gathers
-        self._num_reached = 0  # of _gathers, in the current pass
+        self._gathers = GatherOrder()
         self._turns = Turns(())
         self._closed: list[int] = []
 
@@ -275,8 +302,7 @@ class Schedule(Generic[U]):
     def share_order(self, gathers: Sequence[int], closes: Sequence[int]) -> None:
         """Set the orders of gathers and closes that all ranks share from now on."""
         indices = [u.index for u in self.units]
-        self._gathers = complete(gathers, indices)
-        self._places = {index: place for place, index in enumerate(self._gathers)}
+        self._gathers.take(complete(gathers, indices))
         self._turns = Turns(complete(closes, indices[::-1]))
         self._turns.end()
 
@@ -286,7 +312,7 @@ class Schedule(Generic[U]):
 
         ``in_backward``: this forward runs inside the backward pass (activation checkpointing).
         """
-        following = self._reach(unit) if self._gathers_in_turn and not in_backward else None
+        following = self._catch_up_to(unit) if self._gathers_in_turn and not in_backward else None
         unit.start_unshard()
         self._ahead.discard(unit.index)  # the budget is for units not used yet
         upcoming = None if in_backward else self.order.visit_forward(unit.index)
@@ -298,22 +324,21 @@ class Schedule(Generic[U]):
     def start_unshard(self, unit: U) -> None:
         """Start gathering a unit; with a shared order, gather the units before it first."""
         if self._gathers_in_turn:
-            self._gather_in_turn(0, self._places[unit.index])
+            self._gather_too(self._gathers.before(unit.index))
         unit.start_unshard()
 
-    def _gather_in_turn(self, begin: int, end: int) -> None:
-        """Take part in the gathers of [begin, end) of the order, which other ranks may start."""
-        for index in self._gathers[begin:end]:
+    def _gather_too(self, indices: Sequence[int]) -> None:
+        """Take part in gathers that other ranks may start."""
+        for index in indices:
             if not self.units[index].is_resident:
                 self.units[index].start_unshard()
                 self._ahead.add(index)
 
-    def _reach(self, unit: U) -> list[int]:
+    def _catch_up_to(self, unit: U) -> list[int]:
         """Take part in all gathers before a unit that runs now; return the units after it."""
-        place = self._places[unit.index]
-        self._gather_in_turn(self._num_reached, place)
-        self._num_reached = max(self._num_reached, place)
-        return self._gathers[place + 1 :]
+        missed, following = self._gathers.reach(unit.index)
+        self._gather_too(missed)
+        return following
 
     def after_forward(
         self,
@@ -337,8 +362,7 @@ class Schedule(Generic[U]):
             unit.reshard()
         if at_root and not in_backward:
             if self._gathers_in_turn:
-                self._gather_in_turn(self._num_reached, len(self._gathers))
-                self._num_reached = 0
+                self._gather_too(self._gathers.end())
             self._drop_prefetched()
 
     def note_ahead(self, unit: U) -> None:

@@ -1,6 +1,7 @@
 """Loading of optional packages: offloaded state, special optimizer steps, methods of modules.
 
-The core does not import these packages. A function here imports one if a model needs it.
+The core does not import these packages. A function here imports one if a model needs it; only
+`codes` is imported where it is used, in `unit.storage` and `comm.collectives`.
 """
 
 from collections.abc import Callable, Iterable, Sequence

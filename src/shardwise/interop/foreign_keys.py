@@ -290,7 +290,7 @@ class Entry:
         source, full = self.reader.source, prefix + name
         if full in REMOVED:
             return ConfigError(
-                f"{source}: {full} is gone from DeepSpeed, and not here: {REMOVED[full]}"
+                f"{source}: {full} is not here, and newer DeepSpeed drops it: {REMOVED[full]}"
             )
         return ConfigError(f"{source}: unknown key {named(full)}{near_miss(name, known)}")
 

@@ -146,11 +146,8 @@ def _read_schedule(
             "from_deepspeed() in a loop of your own, or give --schedule"
         )
     options = {k: v for k, v in schedule.given.items() if k not in schedule.missing}
-    has_warmup = "warmup_num_steps" in schedule.options
     fills = "warmup_steps" in known and "warmup_num_steps" not in options
-    if has_warmup and (
-        "warmup_steps" in decided or fills or "warmup_num_steps" in schedule.missing
-    ):
+    if "warmup_steps" in decided or fills or "warmup_num_steps" in schedule.missing:
         options["warmup_num_steps"] = "auto"  # the key `warmup_steps`
     try:
         theirs = read_options({**known, **decided}.get("schedule_options")) or {}

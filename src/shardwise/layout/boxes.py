@@ -20,6 +20,7 @@ Along the range the blocks first grow and then shrink, dim by dim. So a range ha
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from operator import add
 from typing import NamedTuple
@@ -44,6 +45,15 @@ class Overlap:
     rank: int
     lo: int
     hi: int
+
+
+@cache
+def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the stride of each dim of a contiguous tensor, as torch has it for empty ones too."""
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * max(size, 1))
+    return tuple(reversed(strides[: len(shape)]))
 
 
 def boxes_of_range(shape: Sequence[int], lo: int, hi: int) -> tuple[Box, ...]:

@@ -113,7 +113,7 @@ class Memory:
             return self.layout.full_numel
         return self.layout.shard_numel(self.rank)
 
-    @property
+    @cached_property
     def full_bytes(self) -> int:
         """Bytes of a full copy, padding included."""
         return self.layout.full_numel * self.full_size

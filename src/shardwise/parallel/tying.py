@@ -67,7 +67,7 @@ class Tie:
         return any(owner_of(param) in self.params for param in params)
 
     def _num_reduced(self) -> list[int]:
-        return [param.unit.scheduler.backward.num_reduced for param in self.params]
+        return [param.unit.engine.backward.num_reduced for param in self.params]
 
     @torch.no_grad()
     def share_values(self) -> None:

@@ -6,7 +6,6 @@ from functools import cached_property
 from math import prod
 from typing import Literal
 
-from shardwise.errors import ConfigError
 from shardwise.homes import Offload, OffloadLike, check_coded, resolve_offload
 from shardwise.plan.sizes import OPTIMIZERS, PRECISIONS, Dtypes, row_of
 from shardwise.precisions import REDUCE_FORMATS, Coding, GatherName, ReduceName, plain_precision
@@ -43,8 +42,7 @@ class Candidate:
     ``activation_checkpointing`` is a `Checkpointing`; ``kernels`` are those of PyTorch, or compiled
     by torch.compile; ``loss`` is how cross-entropy is made of logits: eager from all of them in
     float32, held while the caller has them till backward ends, in chunks, compiled, or fused with
-    the head. ``step_in_backward``: each gradient is used and freed as soon as it is reduced.
-    ``paged_states``: the driver moves moments to the host when the device is short.
+    the head.
     ``prefetch_bytes`` None: the largest unit, as the engine does. ``offload`` is what `shard()`
     takes, and "nvme" without a folder too; it is completed.
     ``reduce_every`` None: as the stage says. ``optimizer`` names a row of ``sizes.OPTIMIZERS``.
@@ -75,8 +73,6 @@ class Candidate:
     loss: LossKind = "eager"
     optimizer: str = "adamw"
     optimizer_kernel: Literal["fused", "foreach", "loop"] = "fused"
-    step_in_backward: bool = False
-    paged_states: bool = False
     offload: Offload = field(default_factory=Offload)
     tp: int = 1
     pp: int = 1
@@ -96,8 +92,6 @@ class Candidate:
         object.__setattr__(self, "offload", planned_offload(self.offload))
         if self.gather is not None:
             check_coded(self.gather, STAGES[self.stage], self.offload, self.layout)
-        if self.step_in_backward and self.accumulation > 1:
-            raise ConfigError(f"step_in_backward: {no_window(self.accumulation)}")
 
     @property
     def dtypes(self) -> Dtypes:
@@ -153,14 +147,6 @@ class Candidate:
         told |= {"num_shards"} if self.num_replicas == 1 else set()
         parts = [f"stage {self.stage}", f"micro-batch {self.micro_batch}", *_changed(self, told)]
         return ", ".join(parts)
-
-
-def no_window(accumulation: int) -> str:
-    """Explain why a step in backward allows no accumulation."""
-    return (
-        "each gradient is used at once, so none can be summed over "
-        f"{accumulation} micro-batches; leave accumulation out, or take fewer tokens a step"
-    )
 
 
 def planned_offload(asked: OffloadLike) -> Offload:

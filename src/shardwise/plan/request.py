@@ -198,12 +198,6 @@ class ModelRequest(StepKeys):
     optimizer_kernel: Literal["fused", "foreach", "loop"] = key(
         "fused", "Step", "how torch runs the optimizer"
     )
-    step_in_backward: bool = key(
-        False, "Step", "each gradient is used and freed as soon as it is reduced"
-    )
-    paged_states: bool = key(
-        False, "Step", "the driver moves moments to the host when the device is short of memory"
-    )
 
     offload: _PlannedOffload = key(
         None,

@@ -36,7 +36,6 @@ from shardwise.plan.candidate import (
     Candidate,
     Kernels,
     LossKind,
-    no_window,
     planned_offload,
 )
 from shardwise.plan.machine.hardware import Cluster
@@ -260,7 +259,7 @@ def _accumulation_of(
     """Return the micro-batches per step that make the tokens within one per cent, or why not."""
     least = candidate.pp if space.fills_pipelines else 1
     count = max(candidate.accumulation, least)
-    if tokens_per_step is not None and (least == 1 or not candidate.step_in_backward):
+    if tokens_per_step is not None:
         per_micro_batch = candidate.micro_batch * seq * candidate.data_parallel
         count = round(tokens_per_step / per_micro_batch)
         missed = abs(count * per_micro_batch - tokens_per_step)
@@ -274,8 +273,6 @@ def _accumulation_of(
                 f"a run of {least} pipeline stages takes {least} micro-batches or more, and "
                 f"{tokens_per_step:,} tokens a step make {count}"
             )
-    if candidate.step_in_backward and count > 1:
-        return f"step in backward: {no_window(count)}"
     return count
 
 

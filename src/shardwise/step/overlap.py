@@ -432,7 +432,7 @@ def _has_disk(unit: Unit | None) -> bool:
 
 def _engines_of(units: Iterable[Unit | None]) -> list[Engine]:
     """Return the engines of the units' models."""
-    engines = {id(unit.scheduler): unit.scheduler for unit in units if unit is not None}
+    engines = {id(unit.engine): unit.engine for unit in units if unit is not None}
     return [engine for engine in engines.values() if isinstance(engine, Engine)]
 
 

@@ -184,7 +184,7 @@ def _params_of(targets: tuple[nn.Module | torch.Tensor, ...]) -> tuple[Engine, l
 
 
 def _engine_of(param: ShardedParam) -> Engine:
-    engine = param.unit.scheduler
+    engine = param.unit.engine
     if engine is None:
         raise ConfigError(
             f"gathered(): '{param.name}' is of a model of fully_shard() that has not run yet, so "

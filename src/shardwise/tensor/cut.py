@@ -23,7 +23,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from shardwise.comm.collectives import Comm
 from shardwise.comm.pending import CollectiveId
 from shardwise.errors import ShardError
-from shardwise.layout.boxes import Region, full_region
+from shardwise.layout.boxes import Region, contiguous_stride, full_region
 from shardwise.layout.segments import Layout
 from shardwise.mesh import Axis, axis_of
 
@@ -116,8 +116,7 @@ class Cut:
     def spec(self, dtype: torch.dtype) -> DTensorSpec:
         """Return DTensor's description of the cut."""
         if dtype not in self.specs:
-            stride = torch.empty(self.shape, device="meta").stride()
-            meta = TensorMeta(torch.Size(self.shape), stride, dtype)
+            meta = TensorMeta(torch.Size(self.shape), contiguous_stride(self.shape), dtype)
             self.specs[dtype] = DTensorSpec(self.mesh, self.placements, tensor_meta=meta)
         return self.specs[dtype]
 

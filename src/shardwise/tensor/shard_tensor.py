@@ -6,7 +6,7 @@ one of:
 
 - elementwise (optimizers, EMA, clipping): run on this rank's elements, nothing sent;
 - a reduction or norm of the whole tensor: completed over the ranks, so every rank has the result;
-- a draw (``nn.init``, ``randn_like``): equal on every rank, each keeps its slice, see `draws`;
+- a draw (``nn.init``, ``randn_like``): equal on every rank, each keeps its slice;
 - a write of one into a plain tensor: a plain tensor is whole, so it gets the whole value;
 - any other on a *parameter*: the full parameter takes its place, so a parameter used outside
   its module (weight decay in the loss, tied projections) is right, in autograd too;

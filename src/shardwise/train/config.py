@@ -96,14 +96,7 @@ class TrainConfig(StepKeys):
     lr: float = key(3e-4, "Optimizer", "peak learning rate", gt=0)
     min_lr: float = key(0.0, "Optimizer", "learning rate that the schedule ends at", ge=0)
     schedule: Literal[
-        "constant",
-        "cosine",
-        "linear",
-        "WarmupLR",
-        "WarmupDecayLR",
-        "WarmupCosineLR",
-        "OneCycle",
-        "LRRangeTest",
+        "constant", "cosine", "linear", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"
     ] = key(
         "cosine",
         "Optimizer",
@@ -306,16 +299,13 @@ class TrainConfig(StepKeys):
                 known = ", ".join(CURVES)
                 raise ValueError(f"schedule_options: expected one of {known} as schedule")
             return self
-        if curve.missing:
-            raise ValueError(f"schedule_options: {self.schedule} needs {curve.missing[0]}")
         if any(isinstance(value, list) for value in (self.schedule_options or {}).values()):
             raise ValueError("schedule_options: expected one value each, not one per group")
-        own = curve.options.get("warmup_num_steps")
-        if self.warmup_steps not in (0, own) or self.min_lr:
+        if self.warmup_steps not in (0, curve.options["warmup_num_steps"]) or self.min_lr:
             way = ", or give schedule_options {warmup_num_steps: auto}, which is warmup_steps"
             raise ValueError(
                 f"schedule: {self.schedule} has a warm-up and a lowest rate of its own; leave "
-                f"warmup_steps and min_lr out{way if own is not None and not self.min_lr else ''}"
+                f"warmup_steps and min_lr out{'' if self.min_lr else way}"
             )
         return self
 

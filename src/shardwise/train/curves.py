@@ -4,8 +4,8 @@ Note [Where a curve starts]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A curve gives the rate of the optimizer update after ``done`` steps of the schedule, 0 for the first
 update of a run. DeepSpeed counts from -1. The warm-ups therefore take two updates at their lowest
-rate (the logarithm of 1 is 0), and one cycle starts at its lowest momentum before it jumps to the
-highest. Both are kept, so that a run which changes engines follows the same curve.
+rate (the logarithm of 1 is 0). That is kept, so that a run which changes engines follows the same
+curve.
 
 **Source** DeepSpeed 0.19 ``runtime/lr_schedules.py``; the tests hold every step against it.
 """
@@ -40,21 +40,9 @@ CURVES: dict[str, dict[str, object]] = {
         **_WARMUP},
     "WarmupCosineLR": {"total_num_steps": _NEEDED, "warmup_min_ratio": 0.0, "cos_min_ratio": 0.0001,
         **_WARMUP},
-    "OneCycle": {"cycle_min_lr": _NEEDED, "cycle_max_lr": _NEEDED, "decay_lr_rate": 0.0,
-        "cycle_first_step_size": 2000, "cycle_second_step_size": None, "cycle_first_stair_count": 0,
-        "cycle_second_stair_count": None, "decay_step_size": 0, "cycle_momentum": True,
-        "cycle_min_mom": 0.8, "cycle_max_mom": 0.9, "decay_mom_rate": 0.0},
-    "LRRangeTest": {"lr_range_test_min_lr": 1e-3, "lr_range_test_step_size": 2000,
-        "lr_range_test_step_rate": 1.0, "lr_range_test_staircase": False},
 }  # fmt: skip
-_PER_GROUP = {
-    *("warmup_min_lr", "warmup_max_lr", "cycle_min_lr", "cycle_max_lr"),
-    *("cycle_min_mom", "cycle_max_mom", "lr_range_test_min_lr"),
-}
-_WHOLE = {"warmup_num_steps": 0, "total_num_steps": 1, "lr_range_test_step_size": 1}  # at least
-_FLAGS = {"cycle_momentum", "lr_range_test_staircase"}
-_MAY_BE_NONE = {"warmup_max_lr", "cycle_second_step_size", "cycle_second_stair_count"}
-_BETA2 = 0.99  # DeepSpeed sets it beside a cycled momentum
+_PER_GROUP = {"warmup_min_lr", "warmup_max_lr"}
+_WHOLE = {"warmup_num_steps": 0, "total_num_steps": 1}  # at least
 
 
 @dataclass(frozen=True)
@@ -79,35 +67,11 @@ class Curve:
                 f"scheduler {self.name}: {missing} is not given; set it in the file or pass "
                 f"{missing}= to scheduler()"
             )
-        options = self.options
-        if self.name == "OneCycle":
-            low, high = self._of("cycle_min_lr", group), self._of("cycle_max_lr", group)
-            if (share := self._cycle_share(done)) is not None:
-                return float(low + (high - low) * share)
-            decay = self._decay("decay_lr_rate", done)
-            return low if decay is None else float(low / decay)
-        if self.name == "LRRangeTest":
-            steps = done / options["lr_range_test_step_size"]
-            interval = math.floor(steps) if options["lr_range_test_staircase"] else steps
-            increase = 1 + options["lr_range_test_step_rate"] * interval
-            return float(self._of("lr_range_test_min_lr", group) * increase)
         if self.name == "WarmupCosineLR":
             return base_lr * self._cosine_ratio(done - 1) if done else 0.0
         low, high = self._of("warmup_min_lr", group), self._of("warmup_max_lr", group)
         high = base_lr if high is _BASE else high
         return float(low + (high - low) * self._warmup_share(done - 1)) if done else float(low)
-
-    def betas(self, done: int, group: int = 0) -> tuple[float, float] | None:
-        """Return the betas that one cycle sets beside the rate, None for other curves."""
-        if self.name != "OneCycle" or not self.options["cycle_momentum"]:
-            return None
-        low, high = self._of("cycle_min_mom", group), self._of("cycle_max_mom", group)
-        if done == 0:
-            return low, _BETA2
-        if (share := self._cycle_share(done)) is not None:
-            return high - (high - low) * share, _BETA2
-        decay = self._decay("decay_mom_rate", done)
-        return high * (1 if decay is None else decay), _BETA2
 
     @property
     def missing(self) -> list[str]:
@@ -164,35 +128,6 @@ class Curve:
         progress = min(1.0, (counted - num_steps + 1) / max(1, total - num_steps))
         return max(0.0, low + (1.0 - low) * ((1 + math.cos(math.pi * progress)) / 2))
 
-    def _halves(self) -> tuple[float, float]:
-        first = float(self.options["cycle_first_step_size"])
-        second = self.options["cycle_second_step_size"]
-        return first, first if second is None else float(second)
-
-    def _decay(self, name: str, done: int) -> float | None:
-        """Return the factor of the decay after the cycle; None without a decay."""
-        rate, steps = self.options[name], self.options["decay_step_size"]
-        if math.isclose(steps, 0) or math.isclose(rate, 0):
-            return None
-        return float(1 + rate * float((done - sum(self._halves())) / steps))
-
-    def _cycle_share(self, done: int) -> float | None:
-        """Return the height in the cycle, 0 to 1 and back, maybe in stairs; None after its end."""
-        first, second = self._halves()
-        size, stairs = first + second, self.options["cycle_first_stair_count"]
-        if done - 1 >= size:
-            return None
-        ratio = first / size
-        x = 1.0 + done / size - math.floor(1 + done / size)
-        share = x / ratio if x <= ratio else (x - 1) / (ratio - 1)
-        if x > ratio and self.options["cycle_second_stair_count"] is not None:
-            stairs = self.options["cycle_second_stair_count"]
-        if stairs <= 0:
-            return share
-        place = done % size
-        position = place * stairs / first if place <= first else (size - place) * stairs / second
-        return float(math.floor(position) / stairs)
-
 
 def make_curve(name: str, options: Mapping[str, object], where: str) -> Curve:
     """Check the options of a curve and fill in their defaults.
@@ -210,22 +145,16 @@ def make_curve(name: str, options: Mapping[str, object], where: str) -> Curve:
 def _checked(key: str, value: Any, where: str) -> object:
     if isinstance(value, list | tuple) and key in _PER_GROUP:
         return tuple(_checked(key, each, where) for each in value)
-    if value is None and key in _MAY_BE_NONE:
+    if value is None and key == "warmup_max_lr":
         return None
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     is_number = is_number and abs(value) <= sys.float_info.max  # neither NaN nor too large
-    if key in _FLAGS:
-        is_right, expected = isinstance(value, bool), "true or false"
-    elif key == "warmup_type":
+    if key == "warmup_type":
         is_right, expected = value in ("log", "linear"), "'log' or 'linear'"
     elif key in _WHOLE:
         is_right = is_number and value == int(value) and value >= _WHOLE[key]
         expected = f"a whole number, {_WHOLE[key]} or more"
         value = int(value) if is_right else value
-    elif key == "cycle_first_step_size":
-        is_right, expected = is_number and value > 0, "a number above 0"
-    elif "size" in key or "count" in key:
-        is_right, expected = is_number and value >= 0, "0 or more"
     else:
         is_right, expected = is_number, "a number"
     if not is_right:

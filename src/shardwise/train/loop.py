@@ -313,11 +313,8 @@ def compute_step(run: Run, step: int) -> StepReport:
     """Take one optimizer step over the global batch; return this rank's report."""
     config, model, optimizer = run.config, run.model, run.optimizer
     lr = config.learning_rate(step)
-    betas = config.curve.betas(step - 1) if config.curve is not None else None
     for group in optimizer.param_groups:
         group["lr"] = lr
-        if betas is not None and "betas" in group:
-            group["betas"] = betas
     loss = _passes(run, step)
     run.scaler.unscale_(optimizer)
     norm = shardwise.parallel.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)

@@ -12,6 +12,7 @@ import torch
 from torch.autograd import _unsafe_preserve_version_counter
 
 from shardwise.comm.pending import GatherItem
+from shardwise.layout.boxes import contiguous_stride
 from shardwise.layout.segments import Segment
 from shardwise.tensor.inner import version_of
 
@@ -165,9 +166,12 @@ class OwnGather:
         of_shards = mesh if mesh.ndim == 1 else mesh[(mesh.mesh_dim_names or ())[-1]]
         args: list[Any] = [of_shards]
         if count == 5:
-            size = torch.Size(param.shape)
-            stride = torch.empty(size, device="meta").stride()
-            args += [size, stride, param.uses[0].module, self._policy]
+            args += [
+                torch.Size(param.shape),
+                contiguous_stride(param.shape),
+                param.uses[0].module,
+                self._policy,
+            ]
         inputs, self._metadata = prepare(*args)
         num_ranks = param.unit.comm.axes.shard.size
         padded = param.padded_size
@@ -236,7 +240,7 @@ class Apart:
     @property
     def is_fresh(self) -> bool:
         """Tell whether all that is gathered apart is as new as its shards."""
-        return all(by.is_fresh(param) for param, by in self._gathered)
+        return not self._gathered or all(by.is_fresh(param) for param, by in self._gathered)
 
     @property
     def versions(self) -> tuple[int, ...]:

@@ -35,7 +35,7 @@ from shardwise.tensor.inner import chunk_of, has_own_gather, plain_parts, refuse
 from shardwise.trace import FullParamLedger
 from shardwise.unit.encodings import OwnGather
 from shardwise.unit.home import Home, Homes, Room
-from shardwise.unit.param import AsShardTensor, Scheduler, ShardedParam
+from shardwise.unit.param import AsShardTensor, EngineOfUnits, ShardedParam
 from shardwise.unit.storage import Storage
 from shardwise.unit.sums import RowsApart, Sum
 from shardwise.unit.unit import Unit
@@ -87,7 +87,7 @@ class Materializer:
         config: ShardConfig,
         comm: Comm,
         ledger: FullParamLedger,
-        scheduler: Scheduler,
+        engine: EngineOfUnits,
         init: Init | None,
         specs: Sequence[UnitSpec],
         homes: Homes | None = None,
@@ -96,7 +96,7 @@ class Materializer:
         self._comm = comm
         self._device = comm.device
         self._ledger = ledger
-        self._scheduler = scheduler
+        self._engine = engine
         self._init = init
         self._homes = homes
         self._first_away = first_away(specs, config)
@@ -181,7 +181,7 @@ class Materializer:
             index,
             [spec.module],
             comm,
-            self._scheduler,
+            self._engine,
             settings,
             config.precision,
             # Experts on a separate mesh get the gradients of all batches from their layers.
@@ -241,12 +241,12 @@ class Materializer:
         self, unit: Unit, dtypes: Dtypes, params: list[ParamSpec], values: dict[str, torch.Tensor]
     ) -> Storage:
         """Build one storage of a unit, fill it, and add its parameters to the unit."""
-        stage, comm, axis = self._config.stage, unit.comm, unit.comm.axes.shard
+        stage, comm, axis = unit.settings.stage, unit.comm, unit.comm.axes.shard
         layout, dims = self._layout_of(params, axis)
         args = layout, axis.rank, stage, dtypes, self._device, self._ledger, unit.home
         storage = Storage(*args, unit.precision.coding)
         if any(param.param.requires_grad for param in params):
-            storage.means.reserve()
+            storage.mean_memory.reserve()
         for number, (param, dim) in enumerate(zip(params, dims, strict=True)):
             shape = tuple(local_of(param.param).shape)
             cut_layout = layout if stage.shards_state else None
@@ -308,11 +308,13 @@ class Materializer:
         for params in by_module.values():
             use = params[0].uses[0]
             names = {param.uses[0].attribute: param.name for param in params}
-            found = self._fill(use.module, use.name.rpartition(".")[0], self._apart(spec), names)
+            found = self._fill(
+                use.module, use.name.rpartition(".")[0], self._seed_suffix(spec), names
+            )
             values |= {names[attribute]: value for attribute, value in found.items()}
         return values
 
-    def _apart(self, spec: UnitSpec) -> str:
+    def _seed_suffix(self, spec: UnitSpec) -> str:
         """Return a seed suffix that separates a unit's values from a namesake's on other ranks.
 
         A unit on a separate mesh may hold different experts on every such mesh. DTensors are

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from shardwise.comm.torch_collectives import waited_for
+from shardwise.layout.boxes import contiguous_stride
 from shardwise.layout.placements import local_of
 from shardwise.layout.units import ParamUse
 from shardwise.tensor.cut import Cut, as_dtensor
@@ -38,9 +39,12 @@ class Tie(Protocol):
 
 
 class Form(Protocol):
-    """The sharded form of a parameter; ``asks_unit``: reads of its gradient ask the unit."""
+    """The sharded form of a parameter.
 
-    asks_unit: bool
+    ``sets_grad_when_read``: a read of its gradient asks the unit, which finishes the reduction.
+    """
+
+    sets_grad_when_read: bool
 
     @property
     def outer(self) -> DTensorSpec | None:
@@ -74,7 +78,7 @@ class AsShardTensor:
 
     cut: Cut
     is_trained: bool
-    asks_unit = True
+    sets_grad_when_read = True
 
     @property
     def outer(self) -> DTensorSpec | None:
@@ -119,7 +123,7 @@ class AsShardTensor:
             param.gradient.mean = ShardTensor.wrap(mean, self.cut)
         else:
             if param.has_storage:
-                param.storage.means.forget()  # the sum lies elsewhere; do not keep two
+                param.storage.mean_memory.forget()  # the sum lies elsewhere; do not keep two
             (grad._local_tensor if isinstance(grad, ShardTensor) else grad).add_(mean)
 
 
@@ -138,13 +142,13 @@ class AsDTensor:
     full_spec: DTensorSpec | None = None
     outer: DTensorSpec | None = None
     summed_dims: Sequence[int] = ()
-    asks_unit = False
+    sets_grad_when_read = False
 
     def place(self, param: "ShardedParam", storage: Storage) -> None:
         """Move the local tensor's elements into the storage."""
         local_shape = tuple(param.sharded._local_tensor.shape)
         shape = local_shape if param.dim == 0 else (1, torch.Size(local_shape).numel())
-        place = storage.local_apart(param.index, shape).view(local_shape)
+        place = storage.local_at_start(param.index, shape).view(local_shape)
         place.copy_(param.sharded._local_tensor)
         param.sharded._local_tensor = place
 
@@ -205,7 +209,7 @@ def _local_grad(grad: Any, spec: DTensorSpec, summed_dims: Sequence[int] = ()) -
 _SUMS = "_shardwise_sums"  # on a leaf: the parameter that sums its gradients as they arrive
 
 
-class Scheduler(Protocol):
+class EngineOfUnits(Protocol):
     """The engine's interface for parameters: operations on more than one unit."""
 
     @property
@@ -252,7 +256,8 @@ class ShardedParam:
         self.index = 0
         self.sharded: Sharded = None  # type: ignore[assignment]  # until it is laid out
         self.leaf: nn.Parameter | None = None  # None until it is made; `OwnGather` makes it
-        self.local: torch.Tensor = None  # type: ignore[assignment]  # its elements then
+        # The local tensor when it was laid out; another one in its place was put there by the user.
+        self.local: torch.Tensor = None  # type: ignore[assignment]
         self.gradient = Gradient(self)
         self.tie: Tie | None = None  # with copies on other pipeline stages
         self._watched = False
@@ -299,10 +304,10 @@ class ShardedParam:
         return self._storage is storage
 
     @property
-    def engine(self) -> Scheduler:
+    def engine(self) -> EngineOfUnits:
         """The engine of the parameter's model."""
-        assert self.unit.scheduler is not None, f"'{self.name}': its unit has no engine yet"
-        return self.unit.scheduler
+        assert self.unit.engine is not None, f"'{self.name}': its unit has no engine yet"
+        return self.unit.engine
 
     # -- memory
     def lie_in(self, storage: Storage, index: int) -> None:
@@ -325,7 +330,7 @@ class ShardedParam:
 
     def watch(self) -> None:
         """Install the engine's callback for a written gradient, if the unit has an engine."""
-        engine: Scheduler | None = self.unit.scheduler
+        engine: EngineOfUnits | None = self.unit.engine
         if engine is None or self._watched or self.leaf is None:
             return
         if self.leaf.requires_grad:
@@ -350,7 +355,7 @@ class ShardedParam:
         """Make the full parameter whole after the gather; copy ``requires_grad`` to it."""
         made = self.encoding.finish(self)
         if made is not None:
-            stride = torch.empty(self.shape, device="meta").stride()
+            stride = contiguous_stride(self.shape)
             # A separate version counter: gathers may write into the leaf's memory.
             self._make_leaf(torch.as_strided(made.data, self.shape, stride, 0))
         if self.full.requires_grad != self.sharded.requires_grad:
@@ -404,7 +409,7 @@ class ShardedParam:
     @property
     def is_trained(self) -> bool:
         """Tell whether the parameter gets gradients."""
-        of = self.leaf if self.form.asks_unit and self.leaf is not None else self.sharded
+        of = self.leaf if self.form.sets_grad_when_read and self.leaf is not None else self.sharded
         return bool(of.requires_grad)
 
 

@@ -56,9 +56,10 @@ class Slots:
                     f"parameter '{param.name}' was replaced after shard(), by model.to(), .half(), "
                     "load_state_dict(assign=True) or an assignment; do that before shard()"
                 )
-        for params, attribute, param in self._places:
-            params[attribute] = param.full
-        self._versions = [param.full._version for _, _, param in self._places]
+        fulls = [param.full for _, _, param in self._places]
+        for (params, attribute, _), full in zip(self._places, fulls, strict=True):
+            params[attribute] = full
+        self._versions = [full._version for full in fulls]
 
     def unbind(self) -> str | None:
         """Put the ShardTensors back; return the name of a full parameter that was written."""

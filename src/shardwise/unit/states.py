@@ -29,9 +29,9 @@ class ParamState(State):
 class GradState(State):
     """The state of a unit's gradients.
 
-    EMPTY: none but what autograd is writing. PARTIAL: full gradients of this rank's micro-batches,
-    not yet reduced. REDUCING: the transport reads them. REDUCED: this rank's slices of the mean are
-    in ``p.grad``.
+    EMPTY: none, or what autograd has written and no reduction has begun to send. PARTIAL: full
+    gradients of this rank's micro-batches, kept for a later reduction. REDUCING: the transport
+    reads them. REDUCED: this rank's slices of the mean are in ``p.grad``.
     """
 
     EMPTY = "empty"

@@ -22,6 +22,7 @@ from typing import Protocol
 import torch
 
 from shardwise.comm.pending import GatherItem, Pending
+from shardwise.layout.boxes import contiguous_stride
 from shardwise.layout.memory import Memory
 from shardwise.layout.segments import Layout, Segment
 from shardwise.layout.wire import Wire
@@ -104,7 +105,7 @@ class Storage:
         self._shares = Shares(self.memory, self.copy.data, self.master.data, home, file)
         # Where parameters are freed to save memory, that of their gradients is not kept either.
         is_kept = device.type == "cpu" and not stage.frees_after_backward
-        self.means = MeansMemory(numel, master_dtype, device, home, is_kept=is_kept)
+        self.mean_memory = MeansMemory(numel, master_dtype, device, home, is_kept=is_kept)
 
     @property
     def is_fresh(self) -> bool:
@@ -148,7 +149,7 @@ class Storage:
         """Return this rank's slice of parameter ``index``, sharing memory with ``master``."""
         return self.master[self._span(index, self.memory.aliased)].view(local_shape)
 
-    def local_apart(self, index: int, local_shape: tuple[int, ...]) -> torch.Tensor:
+    def local_at_start(self, index: int, local_shape: tuple[int, ...]) -> torch.Tensor:
         """Return `local` as a tensor that begins at the start of a storage, over the same memory.
 
         A DTensor whose local tensor begins inside its storage can be neither pickled nor copied
@@ -164,12 +165,12 @@ class Storage:
     def view(self, index: int) -> torch.Tensor:
         """Return a view of the full parameter; see Note [Freed storage comes back to life]."""
         shape = self.layout.params[index].shape
-        stride = torch.empty(shape, device="meta").stride()
-        return self.full.data.as_strided(shape, stride, self.layout.full_offset(index))
+        begin = self.layout.full_offset(index)
+        return self.full.data.as_strided(shape, contiguous_stride(shape), begin)
 
     @torch.no_grad()
     def fill(self, index: int, full: torch.Tensor) -> None:
-        """Copy this rank's slice of a full value into parameter ``index``."""
+        """Write a full value into parameter ``index``: this rank's slice, or all if all is kept."""
         flat = full.detach().reshape(-1)
         if self.memory.aliased or not self.shards_state:
             begin = self.layout.full_offset(index)

@@ -33,6 +33,7 @@ import torch
 from torch import promote_types
 
 from shardwise.comm.pending import CollectiveId, GatherItem, Pending, ReduceItem
+from shardwise.layout.boxes import contiguous_stride
 from shardwise.layout.segments import Layout, Segment, even_segment
 from shardwise.layout.wire import is_coded
 from shardwise.mesh import Axis
@@ -83,16 +84,12 @@ class Sum:
     own: OwnSum | None = None
     after_reduce: Callable[[torch.Tensor], object] | None = None
 
-    @property
+    @cached_property
     def key(self) -> tuple[object, ...]:
         """The settings, with a user's functions by identity: they may not be comparable."""
         own = (self.own and self.own.reduce_scatter, self.after_reduce)
         same = ((id(getattr(f, "__self__", f)), getattr(f, "__func__", None)) for f in own)
         return (self.divisor, self.zero_fill, self.in_param_dtype, self.all_reduces, *same)
-
-    def start(self, units: Sequence["Unit"]) -> "RunningSum":
-        """Pass the units' gradients to the transport."""
-        return RunningSum(units, self)
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,7 +109,7 @@ class RowsApart:
     shards_state = True
 
     @cached_property
-    def means(self) -> MeansMemory:
+    def mean_memory(self) -> MeansMemory:
         """The memory of the means, on the computing device."""
         return MeansMemory(self.layout.shard_numel(self.rank), self.master_dtype, self.device)
 
@@ -158,14 +155,14 @@ class _Part:
         ]
 
     def start_evict(self) -> None:
-        """Start copying the means to the slices' home, unless it has started."""
+        """Start copying the means to the slices' home if that is elsewhere; do it only once."""
         if self.brought is None:
-            self.brought = self.storage.means.start_evict(self.out)
+            self.brought = self.storage.mean_memory.start_evict(self.out)
             if self.brought[0] is not self.out:
                 self.out, self.counts = self.brought[0], self.counts.clone()  # a view of one buffer
 
     def evicted(self) -> torch.Tensor:
-        """Wait for the copy; return the means at the slices' home."""
+        """Wait for the copy, if there is one; return the means at the slices' home."""
         assert self.brought is not None
         self.brought[1].wait()
         return self.brought[0]
@@ -241,7 +238,7 @@ class RunningSum:
         num_counts = len(params) if self._comm.axes.num_ranks > 1 else 0
         # The counts are summed over replicas with the slices, so they lie behind them.
         behind = num_counts if self._comm.axes.replicate and not replicated else 0
-        buffer = storage.means.take(dtype, behind)
+        buffer = storage.mean_memory.take(dtype, behind)
         out, counts = buffer.split([buffer.numel() - behind, behind])
         if self._defers and len(params) < len(layout.params):
             out.zero_()  # so that the window's sums start at 0 for parameters trained later
@@ -257,8 +254,10 @@ class RunningSum:
                 full = segment.full_numel(layout.num_ranks)
                 full_segments.append((segment, out[segment.full_offset :][:full]))
             parts = tuple((layout.params[index].offset, by_index[index]) for index in inside)
-            codings = [_coding_of(unit, layout.params[i].shape) for i in inside if is_coded_here]
-            items.append(ReduceItem(segment, parts, out[begin : begin + numel], tuple(codings)))
+            codings: tuple[Coding | None, ...] = ()
+            if is_coded_here:
+                codings = tuple(_coding_of(unit, layout.params[i].shape) for i in inside)
+            items.append(ReduceItem(segment, parts, out[begin : begin + numel], codings))
         if num_counts:
             items.append(self._count(params, counts))
         self._parts.append(_Part(unit, storage, params, out, counts, full_segments))
@@ -345,7 +344,7 @@ class RunningSum:
         if isinstance(part.storage, Storage) and part.storage.unreduced is not None:
             torch.add(part.storage.unreduced.sums, part.out, out=part.out)
             part.storage.unreduced = None
-            part.storage.means.forget()
+            part.storage.mean_memory.forget()
         collective = self._comm.collective_id("all_reduce", part.unit.name, part.unit.index)
         if not part.storage.shards_state:
             summed = [*part.means, part.counts]
@@ -367,7 +366,7 @@ class RunningSum:
             kept.sums.add_(part.out)
             kept.params.update(part.params)
             kept.used |= used
-            part.storage.means.forget()  # the sum lies elsewhere; do not keep two
+            part.storage.mean_memory.forget()  # the sum lies elsewhere; do not keep two
         self._parts = []
 
     def _start_gather(self, part: _Part) -> Pending:
@@ -383,6 +382,7 @@ class RunningSum:
         means = {}
         dtype = part.storage.master_dtype
         out = part.evicted()
+        first = out.storage_offset()
         counts = part.counts if part.counts.numel() else None
         used = _counted_anywhere(part.params, self._used_here, counts)
         if self._how.zero_fill:
@@ -390,8 +390,8 @@ class RunningSum:
         for param in part.params:
             if param in used:
                 shape = param.sharded._local_tensor.shape
-                begin = part.storage.place_in_shards(param.index)
-                mean = out[begin : begin + shape.numel()].view(shape)
+                begin = first + part.storage.place_in_shards(param.index)
+                mean = out.as_strided(shape, contiguous_stride(shape), begin)
                 means[param] = mean if mean.dtype == dtype else mean.to(dtype)
         return means
 
@@ -426,9 +426,9 @@ def _may_defer(units: Sequence["Unit"]) -> bool:
     """Tell whether sums over replicas may wait for a later micro-batch of the window."""
     first = units[0]
     replicate = first.comm.axes.replicate
-    if replicate is None or replicate.size == 1 or first.scheduler is None:
+    if replicate is None or replicate.size == 1 or first.engine is None:
         return False
-    if first.scheduler.is_last_micro_batch:
+    if first.engine.is_last_micro_batch:
         return False
     if first.settings.stands_while_full and first.grads.sums.all_reduces:
         return False

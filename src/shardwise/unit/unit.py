@@ -25,7 +25,7 @@ from shardwise.config import Precision
 from shardwise.stages import UnitSettings
 from shardwise.unit.encodings import Apart
 from shardwise.unit.home import Home
-from shardwise.unit.param import Scheduler, ShardedParam
+from shardwise.unit.param import EngineOfUnits, ShardedParam
 from shardwise.unit.slots import Slots
 from shardwise.unit.states import (
     GRAD_TRANSITIONS,
@@ -116,8 +116,8 @@ class Unit:
     """A set of parameters that are gathered and freed together, with their states.
 
     ``modules`` are those whose forward passes need them, usually one. ``steps`` are background
-    steps of its slices that may run on another thread, ``writes`` those of state that the steps
-    have changed, to its file.
+    steps of its slices that may run on another thread, ``writes`` background writes of the state
+    that steps have changed, to files.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Unit:
         index: int,
         modules: Sequence[nn.Module],
         comm: Comm,
-        scheduler: Scheduler | None,
+        engine: EngineOfUnits | None,
         settings: UnitSettings,
         precision: Precision,
         sums: Sum,
@@ -137,7 +137,7 @@ class Unit:
         self.index = index
         self.modules = tuple(modules)
         self.comm = comm
-        self.scheduler = scheduler
+        self.engine = engine
         self.settings = settings
         self.precision = precision
         self.home = home
@@ -229,7 +229,8 @@ class Unit:
 
     def finish_unshard(self) -> None:
         """Make the unit FULL: start the gather if needed, and wait for it."""
-        self.start_unshard()
+        if self.gather.state is not ParamState.GATHERING:
+            self.start_unshard()
         if self.gather.state is not ParamState.GATHERING:
             return
         for storage in self.storages:
@@ -285,7 +286,10 @@ class Unit:
             return False
         if self.settings.stands_while_full:
             return self.gather.state is ParamState.FULL
-        return all(s.is_fresh for s in self.storages) and self.gather.apart.is_fresh
+        for storage in self.storages:
+            if not storage.is_fresh:
+                return False
+        return self.gather.apart.is_fresh
 
     @property
     def is_resident(self) -> bool:

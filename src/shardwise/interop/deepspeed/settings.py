@@ -222,7 +222,7 @@ class DeepSpeedSettings:
 
 
 class CurveScheduler(LRScheduler):
-    """Set each group's learning rate, and for one cycle its momenta, from a closed form.
+    """Set each group's learning rate from a closed form.
 
     Call `step()` after each `optimizer.step()`, but, as in DeepSpeed, not after a step that a loss
     scaler skipped.
@@ -247,17 +247,6 @@ class CurveScheduler(LRScheduler):
             for group, base in enumerate(map(float, self.base_lrs))
         ]
 
-    def step(self, epoch: int | None = None) -> None:
-        """Advance by one step."""
-        super().step(epoch)
-        self._set_momenta()
-
-    def _set_momenta(self) -> None:
-        if "betas" in self.optimizer.defaults:
-            for number, group in enumerate(self.optimizer.param_groups):
-                betas = self._curve.betas(self.last_epoch, number)
-                group["betas"] = group["betas"] if betas is None else betas
-
     def state_dict(self) -> JsonObject:
         """Return the number of steps and the first rates."""
         return {"last_epoch": self.last_epoch, "base_lrs": [float(lr) for lr in self.base_lrs]}
@@ -273,4 +262,3 @@ class CurveScheduler(LRScheduler):
             else:
                 group["lr"] = rate
         self._last_lr = rates
-        self._set_momenta()

@@ -69,7 +69,7 @@ def _make_engine(states: "Sequence[State]") -> Engine:
     engine = Engine(config, units[0].comm, FullParamLedger(), _RULES)
     engine.all_states = states
     for index, unit in enumerate(units):
-        unit.index, unit.scheduler = index, engine
+        unit.index, unit.engine = index, engine
         for param in unit.params:
             param.watch()
         for storage in unit.storages:

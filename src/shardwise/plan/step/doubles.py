@@ -54,7 +54,6 @@ class UnitDouble:
         self.go_stale()
         self.grads = self.sums = 0
         self.has_grad = False
-        self.is_stepped = False  # in backward
         self.buffer = ""
         self._state = "sharded"
         self._staging = 0
@@ -234,12 +233,6 @@ class ReductionDouble:
         for unit in self.units:
             if not self._gathers:
                 unit.evict_means()
-            reduce = unit.weight.reduce
-            # The bytes that a step in backward moves are those of one at its end.
-            steps = self._context.candidate.step_in_backward and unit.weight.updated
-            if steps and reduce is not None and not unit.weight.is_away:
-                recorder.add("grad_shards", -reduce.out)
-                unit.is_stepped = True
         recorder.phase = before
 
     def finish(self) -> None:
@@ -293,9 +286,6 @@ class ReductionsDouble:
             for unit in reduction.units:
                 if unit.weight.is_away or unit.weight.reduce is None:
                     continue  # the host adds them
-                if unit.is_stepped:
-                    unit.is_stepped = False
-                    continue
                 out = unit.weight.reduce.out
                 if not unit.weight.updated:  # zeros that no ``p.grad`` takes
                     added += 0 if unit.buffer else out

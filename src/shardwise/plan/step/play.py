@@ -63,7 +63,7 @@ def _state(
         param_shards=sum(w.shard_bytes + w.compute_shard_bytes for w in here)
         + sum(w.copy_bytes for w in weights),
         param_full=sum(w.kept_bytes for w in weights),
-        optimizer_state=0 if candidate.paged_states else sum(w.state_bytes for w in here),
+        optimizer_state=sum(w.state_bytes for w in here),
         state_staging=offloading.staging_bytes(weights, tape.units[0].comes_last),
         buffers=tape.buffer_bytes,
     )
