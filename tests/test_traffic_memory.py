@@ -266,56 +266,55 @@ def storage_bytes(tensors):
 
 @on_ranks(1, 3)
 def test_a_rank_holds_the_bytes_of_the_formula_and_its_padding(rank, world_size):
+    """Each stage and layout in one precision on one rank, in the other on several."""
     numel = sum(prod(s) for u in UNITS for s in u)
-    precisions = [("fp32", 4), ("bf16", 2)]
     for layout in ("rows", "flat"):
         for stage in (0, 1, 2, 3):
-            for precision, param_size in (
-                precisions if world_size > 1 else precisions[stage % 2 :][:1]
-            ):
-                model = shard(Net(), stage=stage, layout=layout, precision=precision)
-                optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
-                one_step(model, optimizer)
-                model(TOKENS).square().sum().backward()
-                params = list(model.parameters())
-                grads = [p.grad._local_tensor for p in params]
-                label = f"stage {stage}, {layout}, {precision}, rank {rank} of {world_size}"
-                shards = sum(padded(u, layout, world_size) for u in UNITS)
-                mine = sum(owned(u, layout, world_size, rank) for u in UNITS)
-                full = shards * world_size
-                replicated = stage == 0
-                one_copy = stage < 3 or world_size == 1
-                held = stats(model)
-                assert held.param_shard_bytes == (full if replicated else shards) * 4, label
-                aliased = one_copy and precision == "fp32"
-                if aliased:
-                    extra = 0 if replicated else (full - shards) * 4
-                else:
-                    extra = full * param_size if stage < 3 else 0
-                assert held.param_full_bytes == extra, label
-                engine = engine_of(model)
-                leaves = [s.full for u in engine.units for s in u.params]
-                locals_ = [p._local_tensor for p in params]
-                measured = storage_bytes([*locals_, *leaves])
-                assert measured == held.param_shard_bytes + held.param_full_bytes, label
-                slices = numel if replicated else mine
-                assert held.grad_shard_bytes == slices * 4, label
-                assert storage_bytes(grads) == (full if replicated else shards) * 4, label
-                assert held.grad_partial_bytes == 0, label
-                state = [
-                    v._local_tensor
-                    for p in params
-                    for v in optimizer.state[p].values()
-                    if v.numel() > 1 and hasattr(v, "_local_tensor")
-                ]
-                scalars = [p for p in params if p.numel() == 1]
-                state += [
-                    optimizer.state[p][k]._local_tensor
-                    for p in scalars
-                    for k in ("exp_avg", "exp_avg_sq")
-                ]
-                assert sum(t.nbytes for t in state) == 2 * slices * 4, label
-                assert storage_bytes(state) == 2 * slices * 4, label
+            turn = (stage + (layout == "flat") + (world_size > 1)) % 2
+            precision, param_size = (("fp32", 4), ("bf16", 2))[turn]
+            model = shard(Net(), stage=stage, layout=layout, precision=precision)
+            optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+            one_step(model, optimizer)
+            model(TOKENS).square().sum().backward()
+            params = list(model.parameters())
+            grads = [p.grad._local_tensor for p in params]
+            label = f"stage {stage}, {layout}, {precision}, rank {rank} of {world_size}"
+            shards = sum(padded(u, layout, world_size) for u in UNITS)
+            mine = sum(owned(u, layout, world_size, rank) for u in UNITS)
+            full = shards * world_size
+            replicated = stage == 0
+            one_copy = stage < 3 or world_size == 1
+            held = stats(model)
+            assert held.param_shard_bytes == (full if replicated else shards) * 4, label
+            aliased = one_copy and precision == "fp32"
+            if aliased:
+                extra = 0 if replicated else (full - shards) * 4
+            else:
+                extra = full * param_size if stage < 3 else 0
+            assert held.param_full_bytes == extra, label
+            engine = engine_of(model)
+            leaves = [s.full for u in engine.units for s in u.params]
+            locals_ = [p._local_tensor for p in params]
+            measured = storage_bytes([*locals_, *leaves])
+            assert measured == held.param_shard_bytes + held.param_full_bytes, label
+            slices = numel if replicated else mine
+            assert held.grad_shard_bytes == slices * 4, label
+            assert storage_bytes(grads) == (full if replicated else shards) * 4, label
+            assert held.grad_partial_bytes == 0, label
+            state = [
+                v._local_tensor
+                for p in params
+                for v in optimizer.state[p].values()
+                if v.numel() > 1 and hasattr(v, "_local_tensor")
+            ]
+            scalars = [p for p in params if p.numel() == 1]
+            state += [
+                optimizer.state[p][k]._local_tensor
+                for p in scalars
+                for k in ("exp_avg", "exp_avg_sq")
+            ]
+            assert sum(t.nbytes for t in state) == 2 * slices * 4, label
+            assert storage_bytes(state) == 2 * slices * 4, label
 
 
 class Decoder(nn.Module):

@@ -160,7 +160,9 @@ def slots_of(model):
 
 
 @on_ranks(1, 3)
-def test_training_has_the_bits_of_training_with_inputs_on_the_device():
+def test_training_has_the_bits_of_training_with_inputs_on_the_device(world_size):
+    """Every kind on one rank, three of them on several."""
+
     def run(kind, how, state, away):
         model = made(kind, Offload(state, None, state, activations=away), **how)
         found = train(model)
@@ -169,6 +171,8 @@ def test_training_has_the_bits_of_training_with_inputs_on_the_device():
         return found
 
     for number, kind in enumerate(KINDS):
+        if world_size > 1 and number not in (0, 3, 5):
+            continue
         how, state = HOW[number % len(HOW)], ("cpu", "device")[number % 2]
         same_runs(partial(run, kind, how, state), ("device", "cpu"))
 

@@ -142,13 +142,13 @@ def one_after_the_other(model, loss_fn, batch):
 
 WAYS = [
     (outside, wgan_gp, (0, 1, 2, 3)),  # 3 on one rank only: else it is refused, see below
-    (outside, r1, (0, 1, 2, 3)),
+    (outside, r1, (1, 3)),
     (outside, penalty_first, (0, 2)),
     (outside, weight_in_the_loss, (1,)),
-    (inside, wgan_gp, (0, 1, 2, 3)),
+    (inside, wgan_gp, (0, 1, 3)),
     (inside, r1, (3,)),
     (after, wgan_gp, (0, 2, 3)),
-    (half_and_half, wgan_gp, (1, 2, 3)),
+    (half_and_half, wgan_gp, (1, 3)),
     (one_after_the_other, wgan_gp, (0, 3)),
 ]
 
