@@ -3,6 +3,7 @@
 The truth about a saved run is taken by gathering the slices, never from the checkpoint.
 """
 
+import time
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import product
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise
+from ranks import HANG_S
 from roundings import SMOOTH_EPS, of_gradient
 from trainer import full_all
 
@@ -236,6 +238,14 @@ def same_on_all_ranks(value):
     dist.all_gather_object(of_all, value)
     assert of_all == [value] * len(of_all)
     return value
+
+
+def until(holds):
+    """Wait until something holds, as no test takes for ever."""
+    deadline = time.monotonic() + HANG_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
 
 
 def warns_on_rank_0(rank, match):

@@ -2,7 +2,6 @@
 
 import errno
 import threading
-import time
 
 import pytest
 import torch
@@ -10,7 +9,16 @@ import torch
 import shardwise
 from disk import Fault, FaultyFiles
 from ranks import HANG_S, on_ranks
-from saving import Setting, build, differences, local_bytes, same_on_all_ranks, take_step, truth_of
+from saving import (
+    Setting,
+    build,
+    differences,
+    local_bytes,
+    same_on_all_ranks,
+    take_step,
+    truth_of,
+    until,
+)
 from shardwise.checkpoint import checkpoints as module
 from shardwise.checkpoint.checkpoints import Checkpoints
 from shardwise.checkpoint.files import Files
@@ -41,14 +49,6 @@ class Gate:
             threading.Timer(after_s, self._open.set).start()
         else:
             self._open.set()
-
-
-def until_done(saving):
-    """Wait without asking how it went."""
-    deadline = time.monotonic() + HANG_S
-    while not saving.done:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def scribble(run):
@@ -192,7 +192,7 @@ def test_a_failure_is_raised_by_the_next_call_and_the_folder_is_free_again(
         with pytest.raises(CheckpointError) as caught:  # noqa: SIM117 - it leaves the context
             with Checkpoints(tmp_path, run.model, files=FaultyFiles(Files(), fault)) as c:
                 saving = c.save(1, wait=call == "wait")
-                until_done(saving)
+                until(lambda saving=saving: saving.done)
                 assert call != "wait"
                 if call == "save":
                     c.save(2)
@@ -212,8 +212,8 @@ def test_after_reserve_saves_allocate_nothing_and_bytes_are_counted(world_size, 
         sizes.append(num_bytes)
         return host_buffer(num_bytes, device)
 
-    module.host_buffer = counted
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "host_buffer", counted)
         run = build(Setting(world_size))
         take_step(run, 0)
         with Checkpoints(tmp_path, run.model, run.optimizer) as c:
@@ -223,8 +223,6 @@ def test_after_reserve_saves_allocate_nothing_and_bytes_are_counted(world_size, 
             for step in range(1, 4):
                 take_step(run, step)
                 saves.append(c.save(step, extra={"a": step}).held_bytes)
-    finally:
-        module.host_buffer = host_buffer
     assert after_reserve == 1 and len(sizes) == 1
     assert saves == [sizes[0]] * 3
     # Parameters and two moments of most of them, each rounded up to 64 bytes; some scalars.

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import shardwise
 from disk import Fault, FaultyFiles, Killed, SimulatedDisk
 from ranks import on_ranks, run_ranks, start_ranks
-from saving import warns_on_rank_0
+from saving import until, warns_on_rank_0
 from shardwise.checkpoint.checkpoints import Checkpoints
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.folder import (
@@ -247,8 +247,7 @@ def try_to_open(rank, world_size, folder):
 def test_a_second_run_is_refused_naming_the_first_until_that_one_is_dead(tmp_path, world_size):
     first = start_ranks(hold, world_size, str(tmp_path))
     try:
-        while len(list(tmp_path.glob("holding*"))) < world_size:
-            assert all(process.is_alive() for process in first.processes)
+        until(lambda: len(list(tmp_path.glob("holding*"))) == world_size)
         interrupted = tmp_path / ".tmp-step-00000002-00000001"  # as the first one may leave
         interrupted.mkdir()
         refusals = {text for text, _ in run_ranks(try_to_open, world_size, str(tmp_path))}

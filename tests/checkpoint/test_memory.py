@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import shardwise
 from ranks import HANG_S, on_ranks, run_ranks, start_ranks
-from saving import Setting, build, differences, flip, take_step, truth_of, warns_on_rank_0
+from saving import Setting, build, differences, flip, take_step, truth_of, until, warns_on_rank_0
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.folder import LOCK
 from shardwise.checkpoint.memory import folder_in_memory
@@ -322,10 +322,3 @@ def test_a_run_that_is_killed_at_any_moment_goes_on_from_a_state_it_had(copies, 
 
 def gone(root):
     return len(files_of(root, 0, "manifest.json")) == 2
-
-
-def until(holds):
-    deadline = time.monotonic() + HANG_S
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)

@@ -13,7 +13,7 @@ from torch import nn
 
 import shardwise
 from ranks import run_ranks
-from scaling import expected_bytes, llama_shapes, manifest_of, part_of, wanted_by, write_all
+from scaling import expected_bytes, llama_shapes, manifest_of, wanted_by, write_all
 from shardwise.checkpoint.assemble import assemble
 from shardwise.checkpoint.container import CHUNK_BYTES, DIGEST_CHARS
 from shardwise.checkpoint.files import Files
@@ -184,8 +184,7 @@ def test_reading_a_slice_takes_at_most_two_chunks_more(tmp_path, span):
     manifest = manifest_of(units, 1, "rows").model_copy(update={"optimizer": None})
     manifest = manifest.model_copy(update={"tensors": manifest.tensors[:1]})
     data = torch.arange(numel, dtype=torch.int32).view(torch.float32)
-    part = part_of(0)
-    part = type(part)(0, lambda _, box: memoryview(data[box.lo : box.hi].numpy()).cast("B"), (), {})
+    part = Part(0, lambda _, box: memoryview(data[box.lo : box.hi].numpy()).cast("B"), (), {})
     write_checkpoint(FILES, Recording(1), tmp_path / "c", bytes(4), manifest, part)
     checkpoint = Checkpoint(FILES, tmp_path / "c")
     checkpoint.index_of(0)

@@ -5,7 +5,6 @@ import itertools
 import os
 import shutil
 import signal
-import time
 import warnings
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +16,7 @@ import torch.distributed as dist
 import shardwise
 from disk import Fault, FaultyFiles, Killed, SimulatedDisk
 from ranks import HANG_S, on_ranks, start_ranks
-from saving import flip, same_on_all_ranks, warns_on_rank_0
+from saving import flip, same_on_all_ranks, until, warns_on_rank_0
 from shardwise.checkpoint.checkpoints import Checkpoints
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.folder import (
@@ -527,8 +526,7 @@ def save_and_rotate(rank, world_size, folder):
 
 def load_many(rank, world_size, folder, number):
     model, optimizer = build()
-    while not steps_in(FILES, Path(folder)):
-        time.sleep(0.01)
+    until(lambda: steps_in(FILES, Path(folder)))
     steps = []
     for _ in range(number):
         loaded = shardwise.load(folder, model, optimizer)
@@ -604,9 +602,7 @@ def test_a_save_that_is_under_way_is_left_alone_until_its_process_is_dead(tmp_pa
     (tmp_path / step_name(0)).mkdir()
     world = start_ranks(hold_a_save, 1, str(tmp_path))
     try:
-        while not (tmp_path / "writing").exists():
-            assert world.processes[0].is_alive()
-            time.sleep(0.01)
+        until((tmp_path / "writing").exists)
         (name,) = [n for n in hidden(tmp_path) if not n.endswith(".lock")]
         assert clean_up(FILES, tmp_path).removed == () and (tmp_path / name).is_dir()
         world.kill(0)

@@ -14,6 +14,7 @@ import shardwise
 from disk import FaultyFiles
 from models import Stack
 from ranks import HANG_S, Ranks, on_ranks, start_ranks
+from saving import until
 from shardwise.checkpoint.checkpoints import Checkpoints
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.folder import steps_in
@@ -48,8 +49,7 @@ def call_while_one_is_stopped(rank, world_size, what, folder):
     checkpoints = Checkpoints(Path(folder, "run"), model, optimizer)
     dist.barrier()
     Path(folder, f"ready{rank}").touch()
-    while rank == VICTIM or not Path(folder, "stopped").exists():
-        time.sleep(0.01)
+    until(lambda: rank != VICTIM and Path(folder, "stopped").exists())
     with pytest.raises(CollectiveError) as caught:
         if what == "save":
             shardwise.save(folder, model, optimizer, step=2)
@@ -79,9 +79,7 @@ class Stopped:
     ranks: Ranks
 
     def stop_one(self):
-        while len(list(self.folder.glob("ready*"))) < 3:
-            assert all(process.is_alive() for process in self.ranks.processes)
-            time.sleep(0.01)
+        until(lambda: len(list(self.folder.glob("ready*"))) == 3)
         self.ranks.kill(VICTIM, signal.SIGSTOP)
         (self.folder / "stopped").touch()
 
