@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
+import shardwise
 from models import Block, OddModel, Stack
 from oracle import assert_same_bits, average
 from ranks import on_ranks
@@ -125,7 +126,7 @@ def average_alone(world_size, **options):
 
 
 @on_ranks(1, 3)
-def test_an_averaged_model_is_that_of_one_process(rank, world_size):
+def test_an_averaged_model_is_that_of_one_process(rank, world_size, tmp_path):
     variants = [
         {},
         {"multi_avg_fn": get_ema_multi_avg_fn(0.9), "use_buffers": True},
@@ -154,6 +155,10 @@ def test_an_averaged_model_is_that_of_one_process(rank, world_size):
             with gathered(averaged.module):
                 plain = copy.deepcopy(averaged.module)
             assert torch.equal(plain(loader[0]), out)
+            shardwise.save(tmp_path / f"{number} {stage}", averaged.module)
+            other = shard(make_normed(), stage=1)
+            shardwise.load(tmp_path / f"{number} {stage}", other)
+            assert_same_bits(full_parameters(other), full_parameters(averaged.module))
 
 
 @pytest.mark.parametrize("stage", [0, 3])
