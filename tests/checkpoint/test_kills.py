@@ -2,9 +2,9 @@
 
 The trials are those of tests/campaigns/soak.py, which `make soak` runs by the hundred: 1 to 4
 ranks, a new step, the same name, the background, rotation; all ranks at once or one first. Here
-they are few, spread evenly over all phases of the save. Every eighth is looked at by fresh ranks,
-which load and save on, the others byte by byte. They run in processes of their own that have
-imported everything and started no thread, so that a world of ranks is a fork.
+they are few, on 1 to 3 ranks, spread evenly over all phases of the save. Every eighth is looked at
+by fresh ranks, which load and save on, the others byte by byte. They run in processes of their own
+that have imported everything and started no thread, so that a world of ranks is a fork.
 """
 
 import contextlib

@@ -307,8 +307,9 @@ def test_a_step_that_fails_is_told_to_all_who_ask_until_a_load(rank, tmp_path):
             for use in USES:
                 who = "[0-2]" if use is USES[2] else str(rank)  # all hear of a save that failed
                 said = rf"rank {who}, unit 'blocks\.1': {why}"
-                with pytest.raises((ShardError, CheckpointError), match=said):
+                with pytest.raises((ShardError, CheckpointError), match=said) as told:
                     use(model, optimizer, tmp_path / "never")
+                assert use is USES[2] or "load() a checkpoint" in str(told.value)
         load(tmp_path / str(number), model, optimizer)
         assert_same(everything(model, optimizer), right)
         train(model, optimizer, 1)
