@@ -468,7 +468,7 @@ class Checkpoints:
         items = items_to_write(table, self._control)
         copies = dict(zip(map(id, items), self._staging.copy(items), strict=True))
         sharded, uncut, own = (
-            tuple(replace(item, data=copies.get(id(item), item.data)) for item in listed)
+            tuple(Item(each.row, copies.get(id(each), each.data), each.lo) for each in listed)
             for listed in (table.sharded, table.uncut, table.own)
         )
         return replace(table, sharded=sharded, uncut=uncut, own=own, is_staged=True)

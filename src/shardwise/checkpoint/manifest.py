@@ -12,7 +12,7 @@ import re
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 from operator import add
 from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
@@ -164,10 +164,11 @@ class TensorRow(SealedPart):
     of: _Shape = ()
 
     @classmethod
+    @lru_cache(maxsize=1 << 16)
     def of_piece(
         cls, info: TensorInfo, piece: Region, layout: int | None = None, index: int | None = None
     ) -> Self:
-        """Return the row of a piece of a tensor, which may be all of it."""
+        """Return the row of a piece of a tensor, or of all; kept, as each save has the same."""
         row = {"kind": info.kind, "name": info.name, "state": info.state, "dtype": info.dtype}
         at = {} if piece.shape == info.shape else {"at": piece.at, "of": info.shape}
         return cls(**row, shape=piece.shape, layout=layout, index=index, **at)
@@ -182,7 +183,7 @@ class TensorRow(SealedPart):
         """The row's box in the whole tensor."""
         return Region(self.at, self.shape) if self.of else full_region(self.shape)
 
-    @property
+    @cached_property
     def key(self) -> Key:
         """What other ranks know it by."""
         return Key(self.info, self.region)

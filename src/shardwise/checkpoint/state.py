@@ -13,7 +13,7 @@ at another stage: replicas are written once, by all ranks together.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 import torch
@@ -255,7 +255,7 @@ class _Tensors:
             cut = self._cut_of(param, part.cut)
             if not cut.is_here:
                 continue
-            data = part.local.detach().reshape(-1)[cut.inside]
+            data = part.local.detach().contiguous().reshape(-1)[cut.inside]
             kind: Kind = "optimizer" if state else "param"
             called, key = (name, state + part.suffix) if state else (first + part.suffix, "")
             shape = part.cut.shape if param.has_storage else cut.piece.shape
@@ -301,7 +301,7 @@ class _Tensors:
 def _uncut(kind: Kind, name: str, tensor: torch.Tensor, state: str = "") -> Item:
     info = TensorInfo(kind, name, "", tuple(tensor.shape), state)
     local, piece = local_piece(tensor, info.key)
-    info = replace(info, dtype=dtype_name(local.dtype, info.key))
+    info = TensorInfo(kind, name, dtype_name(local.dtype, info.key), info.shape, state)
     return Item(TensorRow.of_piece(info, piece), local.detach().contiguous().reshape(-1))
 
 

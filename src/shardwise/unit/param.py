@@ -355,9 +355,8 @@ class ShardedParam:
         """Make the full parameter whole after the gather; copy ``requires_grad`` to it."""
         made = self.encoding.finish(self)
         if made is not None:
-            stride = contiguous_stride(self.shape)
             # A separate version counter: gathers may write into the leaf's memory.
-            self._make_leaf(torch.as_strided(made.data, self.shape, stride, 0))
+            self._make_leaf(made.data.as_strided(self.shape, contiguous_stride(self.shape), 0))
         if self.full.requires_grad != self.sharded.requires_grad:
             self.full.requires_grad_(self.sharded.requires_grad)
             self.watch()
