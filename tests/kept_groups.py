@@ -72,7 +72,7 @@ def share_device():
     device = gloo.create_device(interface="lo")
 
     class OnOneDevice(gloo):
-        def __init__(self, store, rank, size, timeout):
+        def __init__(self, store, rank, size, timeout, **others):
             options = gloo._Options()
             options._devices, options._timeout, options._threads = [device], timeout, 2
             super().__init__(store, rank, size, options)

@@ -88,7 +88,11 @@ def assert_same(found, expected, what=""):
     """Compare two lists, bit by bit where they have tensors."""
     assert len(found) == len(expected), what
     for number, (a, b) in enumerate(zip(found, expected, strict=True)):
-        assert torch.equal(a, b) if isinstance(b, Tensor) else a == b, (number, what)
+        if isinstance(b, Tensor):
+            assert a.dtype == b.dtype, (number, what)  # which torch.equal does not compare
+            assert torch.equal(a, b), (number, what)
+        else:
+            assert a == b, (number, what)
 
 
 def make(name, offload, stage=3, precision="fp32", kind=Stack):

@@ -163,6 +163,8 @@ class ShardTensor(ShardTensorBase):
             call.name = name = func.__self__.__name__  # type: ignore[attr-defined]
             if name in LOCAL_FACTS:
                 return func(elements_of(args[0]))
+            if name == "data":  # torch 2.11 makes a plain DTensor of it
+                return args[0].detach()
             if name not in FULL_PROPERTIES:
                 with torch._C.DisableTorchFunctionSubclass():
                     return call.run()
