@@ -58,7 +58,7 @@ def batch_of(step, rank):
     words = torch.randint(
         WORDS, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(100 * step + rank)
     )
-    return words[:, :-1], words[:, 1:]
+    return words[:, :-1].contiguous(), words[:, 1:]  # torch 2.11 wants inputs of a stage so
 
 
 def whole_batch(step, num_ranks):

@@ -360,7 +360,10 @@ def test_the_command_writes_a_file_that_train_reads_and_the_report_beside_it(tmp
     [
         ({"scheduler": {"type": "StepLR", "params": {"step_size": 3}}}, "no StepLR"),
         ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "masters in fp32"),
-        ({"scheduler": {"type": "OneCycle"}}, "make it in your own loop"),
+        (
+            {"scheduler": {"type": "OneCycle"}},
+            "or a class of torch.optim.lr_scheduler, got 'OneCycle'",
+        ),
     ],
 )
 def test_what_only_a_loop_of_ones_own_can_do_is_refused(tmp_path, content, named):

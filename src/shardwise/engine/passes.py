@@ -171,9 +171,7 @@ class Passes:
             for made in (tensor, tensor._base):
                 if made is not None and made.grad_fn is not None:
                     node = made.grad_fn._sequence_nr()
-                    made.grad_fn.register_prehook(
-                        lambda _, node=node: self._begin_backward(call, node)
-                    )
+                    made.grad_fn.register_prehook(lambda _, node=node: self._arrive(call, node))
         call.enter(CallState.AWAITING if found else CallState.SPENT)
         return found
 
@@ -232,14 +230,14 @@ class Passes:
             self._life = weakref.ref(life)
             Variable._execution_engine.queue_callback(partial(self._end_pass, life))
 
-    def _begin_backward(self, call: Call, node: int) -> None:
+    def _arrive(self, call: Call, node: int) -> None:
         """Begin the backward of a call at the node with this sequence number."""
         self._begin_pass(call)
         if call.has_begun:
             return
         around = None if call.parent is None else call.parent()
         if around is not None and around.state is CallState.AWAITING:
-            self._begin_backward(around, node)  # the enclosing call begins first
+            self._arrive(around, node)  # the enclosing call begins first
         if torch.is_grad_enabled():
             self.creates_graph = True
         self._listener.on_reached(call)

@@ -28,7 +28,7 @@ __floordiv__
 """
 _FILL = "zero fill"
 _COPIES = """
-clone contiguous _to_copy float double half bfloat16 type_as cpu cuda
+clone contiguous _to_copy float double half bfloat16 type type_as cpu cuda
 zeros_like ones_like empty_like full_like lift_fresh
 """
 

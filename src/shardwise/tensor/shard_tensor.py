@@ -28,6 +28,7 @@ from shardwise.errors import ShardError
 from shardwise.tensor.dispatch import (
     answer,
     check_conversion,
+    draw,
     into_leaf,
     run_in_full,
     same_draws,
@@ -173,7 +174,9 @@ class ShardTensor(ShardTensorBase):
         elif name == "__set__":
             set_property(call, func.__self__.__name__)  # type: ignore[attr-defined]
             return None
-        elif name in METADATA or getattr(func, "__module__", "") == "torch.nn.init":
+        elif getattr(func, "__module__", "") == "torch.nn.init":
+            return draw(call)
+        elif name in METADATA and (name != "type" or not (args[1:] or call.kwargs)):
             with torch._C.DisableTorchFunctionSubclass():
                 return call.run()
         elif name == "_has_compatible_shallow_copy_type":

@@ -148,8 +148,9 @@ def launch_local_ranks(arguments: Sequence[str], num_ranks: int, max_restarts: i
             max_restarts=max_restarts,
             monitor_interval=0.1,
             logs_specs=DefaultLogsSpecs(log_dir=log_folder),
-            shutdown_timeout=_SHUTDOWN_TIMEOUT_S,
         )
+        if hasattr(config, "shutdown_timeout"):  # torch 2.11 has 30 s
+            config.shutdown_timeout = _SHUTDOWN_TIMEOUT_S
         try:
             elastic_launch(config, sys.executable)("-m", "shardwise", *arguments)
         except (SignalException, KeyboardInterrupt):

@@ -166,12 +166,8 @@ class OwnGather:
         of_shards = mesh if mesh.ndim == 1 else mesh[(mesh.mesh_dim_names or ())[-1]]
         args: list[Any] = [of_shards]
         if count == 5:
-            args += [
-                torch.Size(param.shape),
-                contiguous_stride(param.shape),
-                param.uses[0].module,
-                self._policy,
-            ]
+            args += [torch.Size(param.shape), contiguous_stride(param.shape)]
+            args += [param.uses[0].module, self._policy]
         inputs, self._metadata = prepare(*args)
         num_ranks = param.unit.comm.axes.shard.size
         padded = param.padded_size

@@ -308,13 +308,11 @@ class Materializer:
         for params in by_module.values():
             use = params[0].uses[0]
             names = {param.uses[0].attribute: param.name for param in params}
-            found = self._fill(
-                use.module, use.name.rpartition(".")[0], self._seed_suffix(spec), names
-            )
+            found = self._fill(use.module, use.name.rpartition(".")[0], self._seed_of(spec), names)
             values |= {names[attribute]: value for attribute, value in found.items()}
         return values
 
-    def _seed_suffix(self, spec: UnitSpec) -> str:
+    def _seed_of(self, spec: UnitSpec) -> str:
         """Return a seed suffix that separates a unit's values from a namesake's on other ranks.
 
         A unit on a separate mesh may hold different experts on every such mesh. DTensors are

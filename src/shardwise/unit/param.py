@@ -39,12 +39,9 @@ class Tie(Protocol):
 
 
 class Form(Protocol):
-    """The sharded form of a parameter.
+    """The sharded form; ``finishes_on_read``: a read of its gradient finishes the reduction."""
 
-    ``sets_grad_when_read``: a read of its gradient asks the unit, which finishes the reduction.
-    """
-
-    sets_grad_when_read: bool
+    finishes_on_read: bool
 
     @property
     def outer(self) -> DTensorSpec | None:
@@ -78,7 +75,7 @@ class AsShardTensor:
 
     cut: Cut
     is_trained: bool
-    sets_grad_when_read = True
+    finishes_on_read = True
 
     @property
     def outer(self) -> DTensorSpec | None:
@@ -142,7 +139,7 @@ class AsDTensor:
     full_spec: DTensorSpec | None = None
     outer: DTensorSpec | None = None
     summed_dims: Sequence[int] = ()
-    sets_grad_when_read = False
+    finishes_on_read = False
 
     def place(self, param: "ShardedParam", storage: Storage) -> None:
         """Move the local tensor's elements into the storage."""
@@ -408,7 +405,7 @@ class ShardedParam:
     @property
     def is_trained(self) -> bool:
         """Tell whether the parameter gets gradients."""
-        of = self.leaf if self.form.sets_grad_when_read and self.leaf is not None else self.sharded
+        of = self.leaf if self.form.finishes_on_read and self.leaf is not None else self.sharded
         return bool(of.requires_grad)
 
 

@@ -49,7 +49,6 @@ _OLD_NAMES = {
     "cpu_offload_use_pin_memory": "offload_optimizer",
     "stage3_gather_fp16_weights_on_model_save": "gather_16bit_weights_on_model_save",
 }
-_OTHER_CURVES = ("OneCycle", "LRRangeTest")  # DeepSpeed has them too
 # Values of a curve's options at "auto"; scheduler() needs a value for all others.
 _AUTO_OPTIONS = {"warmup_min_lr": 0.0, "warmup_max_lr": None, "warmup_type": "log"}
 
@@ -341,9 +340,8 @@ class DeepSpeedFile:
             return
         if name not in CURVES:
             hint = near_miss(name, [*CURVES, *TORCH_SCHEDULERS])
-            if name in _OTHER_CURVES:
-                hint = "; make it in your own loop, or name a class of torch.optim.lr_scheduler"
-            raise kind.refusal(f"expected one of {', '.join(CURVES)}, got {name!r}{hint}")
+            known = f"{', '.join(CURVES)} or a class of torch.optim.lr_scheduler"
+            raise kind.refusal(f"expected one of {known}, got {name!r}{hint}")
         auto = {key for key, value in options.items() if value == "auto"}
         filled = {k: _AUTO_OPTIONS.get(k, 1) if k in auto else v for k, v in options.items()}
         try:
