@@ -25,6 +25,7 @@ import gc
 import pstats
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import _common as common
@@ -148,12 +149,13 @@ def forward_backward(model: nn.Module) -> Callable[[], None]:
 
 def calls_of_group(run: Callable[[], None]) -> Callable[[], None]:
     """Return a function that makes the calls of the process group in ``run``, and nothing else."""
-    calls: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
+    calls: list[Callable[[], object]] = []
 
     def listen(call: Callable[..., object]) -> Callable[..., object]:
-        def listening(group: dist.ProcessGroup, *args: Any) -> object:
-            calls.append((call, (group, *tree_map_only(Tensor, torch.empty_like, args))))
-            return call(group, *args)
+        def listening(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> object:
+            again = tree_map_only(Tensor, torch.empty_like, args)
+            calls.append(partial(call, group, *again, **kwargs))
+            return call(group, *args, **kwargs)
 
         return listening
 
@@ -161,15 +163,17 @@ def calls_of_group(run: Callable[[], None]) -> Callable[[], None]:
     found = {name: ours[name] for name in COLLECTIVES if name in ours}
     for name in found:
         setattr(dist.ProcessGroup, name, listen(getattr(dist.ProcessGroup, name)))
-    run()
-    for name, before in found.items():
-        setattr(dist.ProcessGroup, name, before)
+    try:
+        run()
+    finally:
+        for name, before in found.items():
+            setattr(dist.ProcessGroup, name, before)
 
-    def again() -> None:
-        for call, args in calls:
-            call(*args)
+    def replay() -> None:
+        for call in calls:
+            call()
 
-    return again
+    return replay
 
 
 def measure_units(args: argparse.Namespace) -> dict[str, dict[str, float]]:

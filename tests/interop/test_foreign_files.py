@@ -362,7 +362,7 @@ def test_the_command_writes_a_file_that_train_reads_and_the_report_beside_it(tmp
         ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "masters in fp32"),
         (
             {"scheduler": {"type": "OneCycle"}},
-            "or a class of torch.optim.lr_scheduler, got 'OneCycle'",
+            "make OneCycleLR or CyclicLR of torch in a loop of your own",
         ),
     ],
 )

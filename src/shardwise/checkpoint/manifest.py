@@ -164,7 +164,7 @@ class TensorRow(SealedPart):
     of: _Shape = ()
 
     @classmethod
-    @lru_cache(maxsize=1 << 16)
+    @lru_cache(maxsize=1 << 15)  # some 2 KB each
     def of_piece(
         cls, info: TensorInfo, piece: Region, layout: int | None = None, index: int | None = None
     ) -> Self:
@@ -173,6 +173,7 @@ class TensorRow(SealedPart):
         at = {} if piece.shape == info.shape else {"at": piece.at, "of": info.shape}
         return cls(**row, shape=piece.shape, layout=layout, index=index, **at)
 
+    # Copies of a row may change its rank and layout only: they have these values too.
     @cached_property
     def info(self) -> TensorInfo:
         """The whole tensor's description."""

@@ -166,16 +166,19 @@ class GatherOrder:
         """Return the units that come before one."""
         return self._order[: self._places[index]]
 
-    def reach(self, index: int) -> tuple[list[int], list[int]]:
-        """Note that a unit runs now; return those before it since the last one, and all after."""
-        place, begin = self._places[index], self._num_reached
-        self._num_reached = max(begin, place)
-        return self._order[begin:place], self._order[place + 1 :]
+    def missed(self, index: int | None = None) -> list[int]:
+        """Return the units from the last one that ran to one that runs now, or to the end."""
+        return self._order[self._num_reached : None if index is None else self._places[index]]
 
-    def end(self) -> list[int]:
-        """End the forward pass; return the units after the last one that ran, and that one."""
-        rest, self._num_reached = self._order[self._num_reached :], 0
-        return rest
+    def reach(self, index: int) -> list[int]:
+        """Note that a unit runs, after gathering what it `missed`; return the units behind it."""
+        place = self._places[index]
+        self._num_reached = max(self._num_reached, place)
+        return self._order[place + 1 :]
+
+    def end(self) -> None:
+        """End the forward pass."""
+        self._num_reached = 0
 
 
 def complete(order: Iterable[int], indices: Sequence[int]) -> list[int]:
@@ -336,9 +339,8 @@ class Schedule(Generic[U]):
 
     def _catch_up_to(self, unit: U) -> list[int]:
         """Take part in all gathers before a unit that runs now; return the units after it."""
-        missed, following = self._gathers.reach(unit.index)
-        self._gather_too(missed)
-        return following
+        self._gather_too(self._gathers.missed(unit.index))
+        return self._gathers.reach(unit.index)
 
     def after_forward(
         self,
@@ -362,7 +364,8 @@ class Schedule(Generic[U]):
             unit.reshard()
         if at_root and not in_backward:
             if self._gathers_in_turn:
-                self._gather_too(self._gathers.end())
+                self._gather_too(self._gathers.missed())
+                self._gathers.end()
             self._drop_prefetched()
 
     def note_ahead(self, unit: U) -> None:

@@ -20,7 +20,7 @@ Along the range the blocks first grow and then shrink, dim by dim. So a range ha
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from math import prod
 from operator import add
 from typing import NamedTuple
@@ -47,7 +47,7 @@ class Overlap:
     hi: int
 
 
-@cache
+@lru_cache(maxsize=4096)
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the stride of each dim of a contiguous tensor, as torch has it for empty ones too."""
     strides = [1]

@@ -32,12 +32,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardwise.errors import ConfigError
 from shardwise.homes import Offload
-from shardwise.plan.candidate import (
-    Candidate,
-    Kernels,
-    LossKind,
-    planned_offload,
-)
+from shardwise.plan.candidate import Candidate, Kernels, LossKind, planned_offload
 from shardwise.plan.machine.hardware import Cluster
 from shardwise.plan.machine.pricing import Pricer, Prices
 from shardwise.plan.margins import memory_interval, node_room

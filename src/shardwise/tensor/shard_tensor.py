@@ -174,11 +174,14 @@ class ShardTensor(ShardTensorBase):
         elif name == "__set__":
             set_property(call, func.__self__.__name__)  # type: ignore[attr-defined]
             return None
-        elif getattr(func, "__module__", "") == "torch.nn.init":
-            return draw(call)
-        elif name in METADATA and (name != "type" or not (args[1:] or call.kwargs)):
+        elif name in METADATA and (name != "type" or not any((*args[1:], *call.kwargs.values()))):
             with torch._C.DisableTorchFunctionSubclass():
                 return call.run()
+        elif getattr(func, "__module__", "") == "torch.nn.init":
+            if name != "constant_":
+                return draw(call)
+            with torch.no_grad():
+                return call.shards[0].fill_(call.kwargs["val"])
         elif name == "_has_compatible_shallow_copy_type":
             return check_conversion(*args)
         elif name in ("register_hook", "register_post_accumulate_grad_hook"):

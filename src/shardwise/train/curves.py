@@ -16,20 +16,12 @@ import math
 import sys
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 from shardwise.errors import ConfigError
 from shardwise.keys import check_names, near_miss, shown
 
-
-class _Needed(Enum):
-    """The type of a value that is not given yet. Copies and pickles keep its identity."""
-
-    VALUE = "needed"
-
-
-_NEEDED = _Needed.VALUE
+_NEEDED = ...  # a value that is not given yet; copies and pickles keep its identity
 _BASE = None  # the learning rate that the optimizer was made with
 _WARMUP = {"warmup_num_steps": 1000, "warmup_type": "log"}
 

@@ -27,7 +27,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Self
+from typing import Any, Self
 
 from shardwise import terminal
 from shardwise.processes import end_with_parent
@@ -136,6 +136,9 @@ def launch_local_ranks(arguments: Sequence[str], num_ranks: int, max_restarts: i
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
+    limits: dict[str, Any] = {}
+    if "shutdown_timeout" in LaunchConfig.__dataclass_fields__:  # torch 2.11 has 30 s
+        limits["shutdown_timeout"] = _SHUTDOWN_TIMEOUT_S
     with tempfile.TemporaryDirectory(prefix="shardwise-") as log_folder:
         config = LaunchConfig(
             min_nodes=1,
@@ -148,9 +151,8 @@ def launch_local_ranks(arguments: Sequence[str], num_ranks: int, max_restarts: i
             max_restarts=max_restarts,
             monitor_interval=0.1,
             logs_specs=DefaultLogsSpecs(log_dir=log_folder),
+            **limits,
         )
-        if hasattr(config, "shutdown_timeout"):  # torch 2.11 has 30 s
-            config.shutdown_timeout = _SHUTDOWN_TIMEOUT_S
         try:
             elastic_launch(config, sys.executable)("-m", "shardwise", *arguments)
         except (SignalException, KeyboardInterrupt):

@@ -286,10 +286,7 @@ class Unit:
             return False
         if self.settings.stands_while_full:
             return self.gather.state is ParamState.FULL
-        for storage in self.storages:
-            if not storage.is_fresh:
-                return False
-        return self.gather.apart.is_fresh
+        return all(s.is_fresh for s in self.storages) and self.gather.apart.is_fresh
 
     @property
     def is_resident(self) -> bool:

@@ -340,8 +340,9 @@ class DeepSpeedFile:
             return
         if name not in CURVES:
             hint = near_miss(name, [*CURVES, *TORCH_SCHEDULERS])
-            known = f"{', '.join(CURVES)} or a class of torch.optim.lr_scheduler"
-            raise kind.refusal(f"expected one of {known}, got {name!r}{hint}")
+            if name in ("OneCycle", "LRRangeTest"):
+                hint = "; make OneCycleLR or CyclicLR of torch in a loop of your own"
+            raise kind.refusal(f"expected one of {', '.join(CURVES)}, got {name!r}{hint}")
         auto = {key for key, value in options.items() if value == "auto"}
         filled = {k: _AUTO_OPTIONS.get(k, 1) if k in auto else v for k, v in options.items()}
         try:

@@ -249,18 +249,23 @@ def _flops_of(
     rule: _Rule, args: Sequence[object], kwargs: Mapping[str, object], out: object
 ) -> int:
     """Return the FLOPs of an operation; see Note [Costs]."""
-    if rule.kind == "attention":  # torch 2.11 does not count heads that share keys and values
-        heads = max((t.shape[1] for t in _tensors(args) if t.dim() == 4), default=0)
-        args = [
-            a[:, :1].expand(-1, heads, -1, -1) if isinstance(a, Tensor) and a.dim() == 4 else a
-            for a in args
-        ]
+    if rule.name.startswith("_scaled_dot_product"):  # torch 2.11 counts no shared keys and values
+        args = _by_query_heads(args, 1 if "backward" in rule.name else 0)
     flops = rule.flops(*args, **kwargs, out_val=out) if rule.flops else 0
     if rule.causal_at is not None:
         flops //= 2 if [*args[rule.causal_at :], kwargs.get("is_causal", False)][0] else 1
     if rule.name.endswith("attention_backward") or "attention_for_cpu_backward" in rule.name:
         flops = flops * 4 // 5
     return flops
+
+
+def _by_query_heads(args: Sequence[object], query_at: int) -> Sequence[object]:
+    """Expand the heads of key and value, which follow the query, to those of the query."""
+    query, key, value = (t for t in args[query_at : query_at + 3] if isinstance(t, Tensor))
+    if key.shape[1] == query.shape[1]:
+        return args
+    key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
+    return [*args[: query_at + 1], key, value, *args[query_at + 3 :]]
 
 
 def _grouped_mm(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
