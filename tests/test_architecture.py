@@ -18,7 +18,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
 LONGER_FILES = {}  # path: the reason
-MAX_LINES = 63_694
+MAX_LINES = 63_692
 COLLECTIVES = """
 all_gather all_gather_coalesced all_gather_into_tensor all_gather_object all_reduce
 all_reduce_coalesced all_to_all all_to_all_single barrier batch_isend_irecv broadcast

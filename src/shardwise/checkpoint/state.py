@@ -255,7 +255,7 @@ class _Tensors:
             cut = self._cut_of(param, part.cut)
             if not cut.is_here:
                 continue
-            data = part.local.detach().contiguous().reshape(-1)[cut.inside]
+            data = part.local.detach().contiguous().reshape(-1)[cut.inside]  # as files have it
             kind: Kind = "optimizer" if state else "param"
             called, key = (name, state + part.suffix) if state else (first + part.suffix, "")
             shape = part.cut.shape if param.has_storage else cut.piece.shape

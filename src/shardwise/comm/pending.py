@@ -32,8 +32,7 @@ class CollectiveId:
     about: str = ""
 
 
-@dataclass(frozen=True)
-class GatherItem:
+class GatherItem(NamedTuple):
     """All-gather of one segment into ``full`` (exactly the segment's shares, flat).
 
     ``source`` is exactly this rank's share, flat; it may be its own place inside ``full``.

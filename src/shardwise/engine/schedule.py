@@ -315,7 +315,10 @@ class Schedule(Generic[U]):
 
         ``in_backward``: this forward runs inside the backward pass (activation checkpointing).
         """
-        following = self._catch_up_to(unit) if self._gathers_in_turn and not in_backward else None
+        following = None
+        if self._gathers_in_turn and not in_backward:
+            self._gather_too(self._gathers.missed(unit.index))
+            following = self._gathers.reach(unit.index)
         unit.start_unshard()
         self._ahead.discard(unit.index)  # the budget is for units not used yet
         upcoming = None if in_backward else self.order.visit_forward(unit.index)
@@ -336,11 +339,6 @@ class Schedule(Generic[U]):
             if not self.units[index].is_resident:
                 self.units[index].start_unshard()
                 self._ahead.add(index)
-
-    def _catch_up_to(self, unit: U) -> list[int]:
-        """Take part in all gathers before a unit that runs now; return the units after it."""
-        self._gather_too(self._gathers.missed(unit.index))
-        return self._gathers.reach(unit.index)
 
     def after_forward(
         self,

@@ -89,11 +89,10 @@ def _set_states(
 
 
 def draw(call: Operation) -> ShardTensorBase:
-    """Fill the whole tensor and keep this rank's slice, in place or as a new tensor."""
+    """Draw the whole tensor and keep this rank's slice, in place or as a new tensor."""
     tensor = call.shards[0]
     full = torch.empty(tensor._cut.shape, dtype=tensor.dtype, device=tensor.device)
-    others = {key: value for key, value in call.kwargs.items() if key != "tensor"}  # nn.init's
-    whole = call.func(full, *call.args[1:], **others)
+    whole = call.func(full, *call.args[1:], **call.kwargs)
     assert isinstance(whole, torch.Tensor)
     drawn = tensor._cut.slice_of(whole)
     if call.name in LIKE:

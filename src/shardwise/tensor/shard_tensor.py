@@ -177,11 +177,13 @@ class ShardTensor(ShardTensorBase):
         elif name in METADATA and (name != "type" or not any((*args[1:], *call.kwargs.values()))):
             with torch._C.DisableTorchFunctionSubclass():
                 return call.run()
-        elif getattr(func, "__module__", "") == "torch.nn.init":
+        elif getattr(func, "__module__", "") == "torch.nn.init":  # which names all arguments
+            tensor = call.kwargs["tensor"]
+            others = {key: value for key, value in call.kwargs.items() if key != "tensor"}
             if name != "constant_":
-                return draw(call)
+                return draw(Operation(func, name, (tensor,), others))
             with torch.no_grad():
-                return call.shards[0].fill_(call.kwargs["val"])
+                return tensor.fill_(others["val"])
         elif name == "_has_compatible_shallow_copy_type":
             return check_conversion(*args)
         elif name in ("register_hook", "register_post_accumulate_grad_hook"):

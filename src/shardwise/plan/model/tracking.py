@@ -249,7 +249,7 @@ def _flops_of(
     rule: _Rule, args: Sequence[object], kwargs: Mapping[str, object], out: object
 ) -> int:
     """Return the FLOPs of an operation; see Note [Costs]."""
-    if rule.name.startswith("_scaled_dot_product"):  # torch 2.11 counts no shared keys and values
+    if rule.flops and rule.name.startswith("_scaled_dot_product"):  # for torch 2.11
         args = _by_query_heads(args, 1 if "backward" in rule.name else 0)
     flops = rule.flops(*args, **kwargs, out_val=out) if rule.flops else 0
     if rule.causal_at is not None:
@@ -260,7 +260,7 @@ def _flops_of(
 
 
 def _by_query_heads(args: Sequence[object], query_at: int) -> Sequence[object]:
-    """Expand the heads of key and value, which follow the query, to those of the query."""
+    """Repeat heads that queries share: torch 2.11 counts no products of shared keys and values."""
     query, key, value = (t for t in args[query_at : query_at + 3] if isinstance(t, Tensor))
     if key.shape[1] == query.shape[1]:
         return args
