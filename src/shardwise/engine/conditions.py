@@ -55,6 +55,7 @@ class Conditions:
         self.origin: Origin | None = None  # equal on all ranks
         self._checks: list[Callable[[], None]] = []
         self.rounds = Alone()
+        self._assigned: dict[int, tuple[Any, Any]] = {}
 
     # -- full parameters in the modules
     @property
@@ -130,6 +131,20 @@ class Conditions:
         if not self._half_loaded:
             self._unusable = None
         return min(self._half_loaded, default=None)
+
+    # -- assignments to p.data
+    def note_assigned(self, param: Any, shared: Any) -> None:
+        """Note what was assigned to a parameter's data, in place of an earlier assignment."""
+        self._assigned.pop(id(param), None)
+        if shared is not None:
+            self._assigned[id(param)] = (param, shared)
+
+    def check_assigned(self) -> None:
+        """Raise ShardError for memory that cannot be shared; forget the assignments otherwise."""
+        if self._assigned:
+            for param, shared in self._assigned.values():
+                shared.check(param.name)
+            self._assigned.clear()
 
     # -- errors from the background
     def before_each_pass(self, check: Callable[[], None]) -> Callable[[], None]:

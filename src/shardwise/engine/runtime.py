@@ -31,7 +31,9 @@ from shardwise.engine.schedule import Schedule
 from shardwise.engine.seams import activations_of
 from shardwise.engine.tree import cast_floating
 from shardwise.errors import CollectiveError, ConfigError, StateError
+from shardwise.tensor.aliases import Shared
 from shardwise.trace import FullParamLedger
+from shardwise.unit.param import ShardedParam
 from shardwise.unit.states import GradState
 from shardwise.unit.steps import finish_all
 from shardwise.unit.unit import Unit
@@ -211,6 +213,7 @@ class Engine:
         for comm in self.comms:
             comm.refuse_failed("a forward pass")
         self.conditions.check_usable("")
+        self.conditions.check_assigned()
         if not records:
             return
         self.conditions.check_before_pass()
@@ -278,6 +281,10 @@ class Engine:
             self.schedule.hold(unit)
         elif unit is not self.units[0]:
             self.schedule.note_ahead(unit)
+
+    def note_assigned(self, param: ShardedParam, shared: Shared | None) -> None:
+        """Note what was assigned to ``p.data``, until the next forward pass."""
+        self.conditions.note_assigned(param, shared)
 
     def watch_grad(self, unit: Unit, leaf: torch.Tensor) -> None:
         """Register a hook that runs when autograd has written a full parameter's gradient."""

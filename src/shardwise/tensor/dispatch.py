@@ -4,27 +4,20 @@ Note [Why DTensor's dispatch is bypassed]
 DTensor derives placements for every argument of every call. For a fused AdamW on a few hundred
 parameters that costs 5 times the step on plain tensors. All ShardTensors of an elementwise call
 have the same cut, so `__torch_function__` passes the local tensors straight to the kernel.
-
-Note [One draw for all ranks]
-If each rank drew from its generator, a replicated parameter, or one with replicas, would differ
-between ranks. So every rank draws the whole tensor from the state of rank 0's generator and keeps
-its slice. The values depend neither on the number of ranks nor on their seeds. A rank whose
-generator had another state restores that state.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardwise.comm.pending import CollectiveId
-from shardwise.device import accelerator_generator, set_accelerator_generator
 from shardwise.errors import ShardError
 from shardwise.tensor.cut import GATHER_SITE, Cut
+from shardwise.tensor.elements import set_elements
 from shardwise.tensor.operations import (
     ELEMENTWISE,
     ELEMENTWISE_LISTS,
@@ -40,52 +33,13 @@ from shardwise.tensor.replaced import running_optimizer
 from shardwise.tensor.tensor_base import (
     Operation,
     ShardTensorBase,
+    alias_of,
     is_replicated,
     locals_of,
+    owner_of_elements,
 )
 from shardwise.tensor.totals import norm, norms_of_list, reduce
-
-_SITE = CollectiveId("broadcast", "(generator)", 0)
-
-
-@contextmanager
-def same_draws(cut: Cut, device: torch.device, own: torch.Generator | None) -> Iterator[None]:
-    """Draw as rank 0 does, from the default generators or ``own``; every rank must enter.
-
-    **Cost** one broadcast of the generator's state, 5 KB.
-    """
-    comm = cut.comm
-    if all(axis.size == 1 for axis in (*comm.axes.all, *cut.own_axes)):
-        yield
-        return
-    before = _states(device, own)
-    first = torch.cat(before).to(comm.device)
-    comm.broadcast(first, _SITE, also=cut.own_axes)
-    states = first.cpu().split([state.numel() for state in before])
-    _set_states(device, own, states)
-    try:
-        yield
-    finally:
-        if not all(map(torch.equal, states, before)):
-            _set_states(device, own, before)
-
-
-def _states(device: torch.device, own: torch.Generator | None) -> list[torch.Tensor]:
-    if own is not None:
-        return [own.get_state()]
-    accelerator = accelerator_generator(device)
-    return [torch.get_rng_state(), *([] if accelerator is None else [accelerator])]
-
-
-def _set_states(
-    device: torch.device, own: torch.Generator | None, states: Sequence[torch.Tensor]
-) -> None:
-    if own is not None:
-        own.set_state(states[0])
-        return
-    torch.set_rng_state(states[0])
-    if len(states) > 1:
-        set_accelerator_generator(device, states[1])
+from shardwise.tensor.whole_view import GatheredCopy, WholeView
 
 
 def draw(call: Operation) -> ShardTensorBase:
@@ -105,16 +59,24 @@ def draw(call: Operation) -> ShardTensorBase:
 def in_full(value: Any) -> Any:
     """Replace ShardTensors by full tensors; for parameters by autograd's leaf."""
     if isinstance(value, ShardTensorBase):
-        owner = value._owner
+        owner = owner_of_elements(value)
         if owner is None:
             raise refusal("this operation", [value])
-        if not torch.is_grad_enabled() and not owner.in_use():
+        if not owner.in_use() and (not torch.is_grad_enabled() or _is_read_apart(value)):
             return value.full_tensor()
         full = owner.use_full()
         return full if value.requires_grad else full.detach()  # frozen: not in the graph
     if isinstance(value, list | tuple) and any(isinstance(v, ShardTensorBase) for v in value):
         return [in_full(v) for v in value]
     return value
+
+
+def _is_read_apart(value: ShardTensorBase) -> bool:
+    """Tell whether a tensor is in no graph, so that its memory need not be its unit's."""
+    owner = value._owner
+    if value.requires_grad or owner is None or value._cut.outer is not None:
+        return False
+    return owner.sharded is not value or owner.full.dtype == value.dtype
 
 
 def into_leaf(value: Any) -> Any:
@@ -177,24 +139,36 @@ def check_conversion(param: Any, converted: Any) -> bool:
 
 
 def set_property(call: Operation, name: str) -> None:
-    """Assign ``requires_grad`` (the full parameter follows) or ``data`` (copied in place)."""
+    """Assign ``requires_grad`` (the full parameter follows) or ``data``."""
     tensor, value = call.args
     if name == "data":
-        if tensor._owner is not None and (
-            value.shape != tensor.shape or value.dtype != tensor.dtype
-        ):
-            raise ShardError(
-                f"parameter '{tensor._owner.name}' is {tuple(tensor.shape)} {tensor.dtype} and "
-                f"was to become {tuple(value.shape)} {value.dtype}; change the model before "
-                "shard(), and its dtype by shard(precision=...)"
-            )
-        with torch.no_grad():
-            tensor.copy_(value)
+        _assign_data(tensor, value)
         return
     with torch._C.DisableTorchFunctionSubclass():
         call.run()
     if name == "requires_grad" and tensor._owner is not None and tensor._owner.sharded is tensor:
         tensor._owner.set_requires_grad(bool(value))
+
+
+def _assign_data(tensor: ShardTensorBase, value: torch.Tensor) -> None:
+    """Assign ``data``; see Note [Assignment of data]."""
+    owner = tensor._owner
+    if owner is not None and owner.sharded is tensor:
+        owner.assign(value)
+        return
+    if value.shape != tensor.shape or value.dtype != tensor.dtype:
+        raise ShardError(
+            f".data of a ShardTensor of shape {tuple(tensor.shape)} {tensor.dtype} was to become "
+            f"{tuple(value.shape)} {value.dtype}; make a new tensor instead"
+        )
+    if isinstance(value, ShardTensorBase) and value._cut.matches(tensor._cut):
+        made = alias_of(value)
+        set_elements(tensor, made._local_tensor)
+        tensor._owner = made._owner
+        return
+    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    set_elements(tensor, tensor._cut.slice_of(whole.detach()))
+    tensor._owner = None
 
 
 # -- the table of runners, by the operation's name
@@ -217,17 +191,30 @@ def _run_whole(call: Operation) -> object:
     """Run a function of whole tensors on replicated tensors or on the full parameters."""
     shards = call.shards
     if is_replicated(shards):
-        return call.run(locals_of)
-    if call.is_in_place or "out" in call.kwargs or any(t._owner is None for t in shards):
+        return _noting_aliases(call.run(locals_of), shards)
+    if (
+        call.is_in_place
+        or "out" in call.kwargs
+        or any(owner_of_elements(t) is None for t in shards)
+    ):
         raise refusal(call.name, shards)
     return run_in_full(call)
+
+
+def _noting_aliases(result: object, shards: Sequence[ShardTensorBase]) -> object:
+    """Note results over the memory of parameters, see Note [Assignment of data]."""
+    for made in result if isinstance(result, list | tuple) else (result,):
+        if isinstance(made, torch.Tensor) and made._base is not None:
+            for owner in (tensor._owner for tensor in shards if tensor._owner is not None):
+                owner.note_alias(made)
+    return result
 
 
 def run_in_full(call: Operation) -> object:
     """Run a function on full tensors; refuse if a write would be lost.
 
-    A write is lost if the function writes a full tensor (``inplace=True``), or if it returns a view
-    outside a forward pass, through which the caller may write.
+    A write is lost if the function writes a full tensor (``inplace=True``). A view that it returns
+    outside a forward pass, through which the caller may write, becomes a `WholeView`.
     """
     shards, args = call.shards, call.args
     if "out" in call.kwargs:
@@ -243,13 +230,39 @@ def run_in_full(call: Operation) -> object:
     result = full.run()
     if any(t._version != version for t, version in before):
         raise refusal(f"{call.name}, in place,", shards)
-    if not torch.is_grad_enabled() and not any(t._owner and t._owner.in_use() for t in shards):
-        made = result if isinstance(result, list | tuple) else [result]
-        places = {tensor.untyped_storage().data_ptr() for tensor in fulls}
-        tensors = [m for m in made if isinstance(m, torch.Tensor) and m.numel()]
-        if any(m.untyped_storage().data_ptr() in places for m in tensors):
-            raise refusal(f"{call.name} (a view, which may be written)", shards)
-    return result
+    if any(t._owner and t._owner.in_use() for t in shards):
+        return result
+    return _through_views(call, full, result)
+
+
+def _through_views(call: Operation, full: Operation, result: object) -> object:
+    """Make results that are memory of full tensors write through to the shards, or refuse them."""
+    sources = [t for t in call.values if isinstance(t, ShardTensorBase)]
+    wholes = [w for t, w in zip(call.values, full.values, strict=True) if t is not w]
+    copies: dict[int, GatheredCopy | None] = {}
+    for source, whole in zip(sources, wholes, strict=True):
+        assert isinstance(whole, torch.Tensor)
+        is_apart = not torch.is_grad_enabled() or _is_read_apart(source)
+        place = whole.untyped_storage().data_ptr()
+        copies[place] = GatheredCopy(alias_of(source), whole) if is_apart else None
+
+    def through(made: Any) -> Any:
+        if isinstance(made, list | tuple):
+            through_all = [through(each) for each in made]
+            return made if all(map(operator.is_, through_all, made)) else type(made)(through_all)
+        if type(made).__module__ == "numpy" and hasattr(made, "flags"):
+            made.flags.writeable = False  # a write to it would be lost
+        if not isinstance(made, torch.Tensor) or made.requires_grad or not made.numel():
+            return made
+        place = made.untyped_storage().data_ptr()
+        if place not in copies:
+            return made
+        copy = copies[place]
+        if copy is None:
+            raise refusal(f"{call.name} (a view, which may be written)", sources)
+        return WholeView.of(made, copy)
+
+    return through(result)
 
 
 @cache
@@ -336,8 +349,8 @@ def _convert(call: Operation) -> object:
 
 def _detach(call: Operation) -> ShardTensorBase:
     """Return another tensor of the same elements and the same owner."""
-    made: ShardTensorBase = call.args[0]
-    return made.wrap(made._local_tensor.detach(), made._cut, made._owner)
+    tensor: ShardTensorBase = call.args[0]
+    return alias_of(tensor)
 
 
 def _view_as(call: Operation) -> object:

@@ -31,9 +31,9 @@ from shardwise.tensor.dispatch import (
     draw,
     into_leaf,
     run_in_full,
-    same_draws,
     set_property,
 )
+from shardwise.tensor.draws import same_draws
 from shardwise.tensor.elements import elements_of
 from shardwise.tensor.inner import gather_whole
 from shardwise.tensor.operations import (
@@ -57,7 +57,10 @@ class ShardTensor(ShardTensorBase):
 
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
         """Return this rank's elements, sharing memory, outside the autograd graph."""
-        return self._local_tensor.detach()
+        local = self._local_tensor.detach()
+        if self._owner is not None:
+            self._owner.note_alias(local)
+        return local
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
         """Return the whole tensor as an ordinary one. Every rank of the shard axis must call it.

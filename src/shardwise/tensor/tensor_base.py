@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.tensor.cut import Cut
+from shardwise.tensor.elements import elements_of
 
 if TYPE_CHECKING:
 
@@ -57,6 +58,12 @@ class Owner(Protocol):
     def set_requires_grad(self, requires_grad: bool) -> None:
         """Freeze or thaw the full parameter along with its shard."""
 
+    def note_alias(self, elements: torch.Tensor) -> None:
+        """Note a plain tensor over the parameter's elements, also that inside a ShardTensor."""
+
+    def assign(self, value: torch.Tensor) -> None:
+        """Take over the values that are assigned to ``p.data``."""
+
 
 class ShardTensorBase(DTensor):
     """The data of a `ShardTensor`, which adds the operations."""
@@ -75,6 +82,24 @@ class ShardTensorBase(DTensor):
         made._cut = cut
         made._owner = owner
         return made
+
+
+def alias_of(tensor: ShardTensorBase) -> ShardTensorBase:
+    """Return another tensor of the same elements and the same owner, outside autograd."""
+    owner = owner_of_elements(tensor)
+    made = tensor.wrap(tensor._local_tensor.detach(), tensor._cut, owner)
+    if owner is not None:
+        owner.note_alias(elements_of(made))
+    return made
+
+
+def owner_of_elements(tensor: ShardTensorBase) -> Owner | None:
+    """Return the owner whose memory a tensor is; None after an assignment to the owner's data."""
+    owner = tensor._owner
+    if owner is None or owner.sharded is None or owner.sharded is tensor:
+        return owner
+    own = elements_of(owner.sharded).untyped_storage()  # type: ignore[arg-type]
+    return owner if elements_of(tensor).untyped_storage()._cdata == own._cdata else None
 
 
 def is_replicated(tensors: Sequence[ShardTensorBase]) -> bool:

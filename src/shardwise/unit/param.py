@@ -15,11 +15,14 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from shardwise.comm.torch_collectives import waited_for
+from shardwise.errors import ShardError
 from shardwise.layout.boxes import contiguous_stride
 from shardwise.layout.placements import local_of
 from shardwise.layout.units import ParamUse
+from shardwise.tensor.aliases import Aliases, Shared, SharedParam, SharedPlain
 from shardwise.tensor.cut import Cut, as_dtensor
 from shardwise.tensor.shard_tensor import ShardTensor
+from shardwise.tensor.tensor_base import owner_of_elements
 from shardwise.unit.encodings import AS_IT_LIES, AlongDim, Encoding
 from shardwise.unit.gradient import Gradient
 from shardwise.unit.storage import Storage
@@ -222,6 +225,9 @@ class EngineOfUnits(Protocol):
     def is_running(self) -> bool:
         """Tell whether a forward pass is running."""
 
+    def note_assigned(self, param: "ShardedParam", shared: Shared | None) -> None:
+        """Note what was assigned to ``p.data``, until the next forward pass."""
+
     def watch_grad(self, unit: "Unit", leaf: torch.Tensor) -> None:
         """Install a callback for when autograd has written a full parameter's gradient."""
 
@@ -257,6 +263,7 @@ class ShardedParam:
         self.local: torch.Tensor = None  # type: ignore[assignment]
         self.gradient = Gradient(self)
         self.tie: Tie | None = None  # with copies on other pipeline stages
+        self.aliases = Aliases()
         self._watched = False
 
     @property
@@ -395,6 +402,40 @@ class ShardedParam:
         if self.leaf is not None:
             self.leaf.requires_grad_(requires_grad)
             self.watch()
+
+    def note_alias(self, elements: torch.Tensor) -> None:
+        """Note a plain tensor over the parameter's elements."""
+        self.aliases.add(elements)
+
+    @torch.no_grad()
+    def assign(self, value: torch.Tensor) -> None:
+        """Take over values that are assigned to ``p.data``; see Note [Assignment of data].
+
+        **Cost** a gather of the values if they are cut otherwise.
+
+        **Raises** ShardError for another shape or dtype, before anything is changed.
+        """
+        held = self.sharded
+        if value.shape != held.shape or value.dtype != held.dtype:
+            raise ShardError(
+                f"parameter '{self.name}' is {tuple(held.shape)} {held.dtype} and was to become "
+                f"{tuple(value.shape)} {value.dtype}; change the model before shard(), and its "
+                "dtype by shard(precision=...)"
+            )
+        other = owner_of_elements(value) if isinstance(value, ShardTensor) else None
+        if other is self:
+            return  # its own elements
+        new: torch.Tensor = value
+        shared: Shared | None = None
+        if not isinstance(value, ShardTensor):
+            shared = SharedPlain(value)
+        elif not value._cut.matches(self.cut):
+            new = value.full_tensor()
+        if isinstance(other, ShardedParam):
+            shared = SharedParam(other.name, other.aliases)
+        self.aliases.release(held._local_tensor, self.name)
+        held.copy_(new)
+        self.engine.note_assigned(self, shared)
 
     # -- the interface for checkpoints and contexts
     @property

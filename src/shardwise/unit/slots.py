@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from shardwise.errors import StateError
+from shardwise.errors import ShardError, StateError
 
 if TYPE_CHECKING:
     from shardwise.unit.param import ShardedParam
@@ -24,7 +24,8 @@ class Slots:
         self._places: list[tuple[dict[str, nn.Parameter | None], str, ShardedParam]] = []
         self._depth = 0  # of calls, and one more while shown
         self._is_shown = False
-        self._versions: list[int] = []  # of the full parameters, when they were put there
+        self._fulls: list[nn.Parameter] = []  # the full parameters, when they were put there
+        self._versions: list[int] = []
         self._written: str | None = None  # while shown
 
     def add(self, param: "ShardedParam") -> None:
@@ -57,9 +58,24 @@ class Slots:
                     "load_state_dict(assign=True) or an assignment; do that before shard()"
                 )
         fulls = [param.full for _, _, param in self._places]
+        versions = [full._version for full in fulls]
+        if versions != self._versions:
+            self._check_versions(fulls, versions)
         for (params, attribute, _), full in zip(self._places, fulls, strict=True):
             params[attribute] = full
-        self._versions = [full._version for full in fulls]
+        self._fulls, self._versions = fulls, versions
+
+    def _check_versions(self, fulls: list[nn.Parameter], versions: list[int]) -> None:
+        """Raise ShardError if a full parameter was written between two calls."""
+        places = zip(self._places, self._fulls, self._versions, fulls, versions, strict=False)
+        for (_, _, param), full_before, before, full, version in places:
+            if full is full_before and version != before:
+                self._depth, self._fulls, self._versions = 0, fulls, versions
+                raise ShardError(
+                    f"parameter '{param.name}' was written through a tensor made of it with grad "
+                    "enabled (p[0].detach(), p.view(-1).detach()): it is a copy there and the "
+                    "change is lost. Write p.data[0], or under torch.no_grad()"
+                )
 
     def unbind(self) -> str | None:
         """Put the ShardTensors back; return the name of a full parameter that was written."""

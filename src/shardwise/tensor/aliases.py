@@ -1,0 +1,102 @@
+"""Tensors over the memory of one sharded parameter, and their memory after ``p.data = x``.
+
+Note [Assignment of data]
+``p.data = x`` gives an ordinary parameter the memory of ``x``, and other tensors keep the old
+memory with the old values: scripts swap averaged weights in and out so. A sharded parameter cannot
+change its memory, as gathers read it, so the values of ``x`` are copied. Tensors over the old
+memory (``p.data``, ``p.detach()``, ``state_dict()``, ``to_local()``) first get a copy of the old
+values, which they share. Memory that would be shared with ``x`` from then on cannot be kept:
+
+- of another parameter (``a.data = b.data``): refused when the model runs next, unless one of the
+  two has got other values by then, as in a swap;
+- of a plain tensor: refused when the model runs next, if the tensor was written in between.
+"""
+
+import weakref
+
+import torch
+
+from shardwise.errors import ShardError
+from shardwise.tensor.inner import has_own_gather
+
+_MIN_TO_PRUNE = 16
+
+
+class Aliases:
+    """The live tensors over one parameter's elements, ``num_assigned`` times given a copy."""
+
+    def __init__(self) -> None:
+        self.num_assigned = 0
+        self._tensors: list[weakref.ref[torch.Tensor]] = []
+        self._prune_at = _MIN_TO_PRUNE
+
+    def add(self, elements: torch.Tensor) -> None:
+        """Note a plain tensor over the parameter's elements, also that inside a ShardTensor.
+
+        torch swaps no tensor with a weak reference, so none is taken to a ShardTensor.
+        """
+        self._tensors.append(weakref.ref(elements))
+        if len(self._tensors) >= self._prune_at:
+            self._tensors = [ref for ref in self._tensors if ref() is not None]
+            self._prune_at = max(_MIN_TO_PRUNE, 2 * len(self._tensors))
+
+    def release(self, local: torch.Tensor, name: str) -> None:
+        """Give the live tensors but ``local`` a copy of its elements, which they share.
+
+        **Cost** the copy, if there are any.
+
+        **Raises** ShardError if the elements are of a tensor subclass, whose memory cannot be
+        replaced.
+        """
+        tensors = [ref() for ref in self._tensors]
+        live = [tensor for tensor in tensors if tensor is not None and tensor is not local]
+        if live and has_own_gather(local):
+            raise ShardError(
+                f"parameter '{name}' is a {type(local).__name__}: its .data cannot be assigned "
+                "while another tensor refers to it (p.data, p.detach(), state_dict()); drop that, "
+                "or keep a copy of it: p.data.clone()"
+            )
+        self.num_assigned += 1
+        self._tensors, self._prune_at = [], _MIN_TO_PRUNE
+        kept = local.detach().clone() if live else local
+        for tensor in live:
+            offset = tensor.storage_offset() - local.storage_offset()
+            tensor.data = kept.as_strided(tensor.size(), tensor.stride(), offset)
+
+
+class SharedParam:
+    """Another parameter whose memory was assigned."""
+
+    def __init__(self, name: str, aliases: Aliases) -> None:
+        self.name = name
+        self._aliases, self._num_assigned = aliases, aliases.num_assigned
+
+    def check(self, name: str) -> None:
+        """Raise ShardError if the two parameters would still share memory."""
+        if self._aliases.num_assigned == self._num_assigned:
+            raise ShardError(
+                f"parameter '{name}': its .data was assigned from '{self.name}'. Ordinary "
+                "parameters share memory from then on; sharded ones do not. Tie them before "
+                f"shard(), or assign a copy: {name}.data = {self.name}.data.clone()"
+            )
+
+
+class SharedPlain:
+    """A plain tensor that was assigned, and its version then."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self._base = weakref.ref(value if value._base is None else value._base)
+        self._version = value._version
+
+    def check(self, name: str) -> None:
+        """Raise ShardError if the tensor was written since, also through a view."""
+        base = self._base()
+        if base is not None and base._version != self._version:
+            raise ShardError(
+                f"parameter '{name}': the tensor that was assigned to its .data was written since. "
+                "An ordinary parameter would have the new values; a sharded one has a copy of the "
+                f"old ones. Write {name}.data in place, or assign again"
+            )
+
+
+Shared = SharedParam | SharedPlain  # memory that an ordinary parameter would share from then on
