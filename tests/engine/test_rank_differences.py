@@ -2,6 +2,7 @@
 come to differ; changes that would be lost without a word; ranks that go on differently."""
 
 import copy
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -12,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from ranks import agreed, begin_all, on_ranks
-from shardwise import debug, fully_shard, gathered, shard
+from shardwise import accumulate, debug, fully_shard, gathered, shard
 from shardwise.engine.api import engine_of
 from shardwise.errors import CollectiveError, ConfigError, ShardError, StateError
 from trainer import ENDS, compare, sgd
@@ -115,12 +116,12 @@ def test_a_step_between_an_outside_use_and_its_backward_is_refused():
         optimizer.step()
 
 
-def three_layers(kind, mesh=None):
+def three_layers(kind, mesh=None, layout="rows"):
     """Return a sharded model: `kind` is a stage of shard(), or None for fully_shard()."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 4))
     if kind is not None:
-        return shard(model, stage=kind, units=[nn.Linear], mesh=mesh)
+        return shard(model, stage=kind, units=[nn.Linear], mesh=mesh, layout=layout)
     for layer in model:
         fully_shard(layer, mesh=mesh)
     return fully_shard(model, mesh=mesh)
@@ -184,6 +185,71 @@ def test_ranks_that_step_differently_are_named_on_all_ranks(rank, num_ranks, kin
         assert step == when
         left, right = text.split(" where rank 0 has ")
         assert f"rank {num_ranks - 1} has [" in left and here in left and there in right, text
+
+
+# Stage (None: fully_shard), layout, and a loop with or without windows. In the first list the odd
+# rank begins another collective than the others, so that their groups cannot be used afterwards.
+IN_OTHER_CALLS = [(1, "rows", "plain"), (2, "flat", "plain"), (2, "matrices", "window")]
+IN_ONE_CALL = [
+    *((0, "rows", loop) for loop in ("plain", "window")),
+    *((1, layout, "window") for layout in ("rows", "matrices")),
+    *((3, layout, loop) for layout in ("rows", "flat") for loop in ("plain", "window")),
+    (3, "matrices", "window"),
+    (None, "rows", "plain"),
+]
+
+
+@pytest.mark.parametrize(("kind", "layout", "loop"), IN_OTHER_CALLS)
+@on_ranks(3, fresh=True)
+def test_a_micro_batch_more_on_one_rank_is_found_in_that_pass(rank, kind, layout, loop):
+    take_one_more(rank, kind, layout, loop)
+
+
+@on_ranks(3)
+def test_a_micro_batch_more_on_one_rank_is_found_if_its_gather_meets_a_gather(rank):
+    for kind, layout, loop in IN_ONE_CALL:
+        take_one_more(rank, kind, layout, loop)
+
+
+def take_one_more(rank, kind, layout, loop):
+    """The last rank takes one micro-batch more in step 5."""
+    model = three_layers(kind, layout=layout)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    num_begun = 0
+    with pytest.raises(StateError, match="have not stepped alike") as error:
+        for step in range(1, 10):
+            num = 3 if rank == 2 and step == 5 else 2
+            for number in range(num):
+                num_begun += 1
+                with (
+                    accumulate(model, last=number == num - 1) if loop == "window" else nullcontext()
+                ):
+                    backward(model)
+            optimizer.step()
+            model.zero_grad()
+    text = agreed(str(error.value))
+    assert "rank 2 has [4 steps of optimizers so far, in backward pass 11] where rank 0 " in text
+    # In pass 11 ranks 0 and 1 are in step 6 already. At stages 0 and 1 a window sends nothing
+    # before its end, which is pass 10 for them.
+    at_end = kind in (0, 1) and loop == "window"
+    assert num_begun == (10 if at_end and rank != 2 else 11)
+    with pytest.raises(StateError, match="not to be used: the ranks have not stepped"):
+        model(torch.ones(3, 6))
+
+
+@on_ranks(4, fresh=True)
+def test_a_micro_batch_more_on_one_rank_is_found_in_a_stage_of_a_pipeline(rank):
+    """The meshes of two stages are apart: the ranks of the other stage see no difference."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))["dp"]
+    model = three_layers(1, mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrong = r"rank 3 has \[1 steps .* where rank 2 has \[2 steps"
+    with nullcontext() if rank < 2 else pytest.raises(StateError, match=wrong):
+        for step in range(3):
+            for _ in range(3 if rank == 3 and step == 1 else 2):
+                backward(model)
+            optimizer.step()
+            model.zero_grad()
 
 
 @pytest.mark.parametrize(("world_size", "kind"), [(2, 2), (3, None), (4, 0), (4, 3)])

@@ -108,6 +108,8 @@ class Comm:
         self.traffic = Traffic()
         self.tracer = Tracer()
         self.number = 0  # of the model, the same on all ranks
+        # Called before the next collective of a unit; returns what to call before its wait.
+        self.before_next: Callable[[CollectiveId], Callable[[], Exception | None]] | None = None
 
     @cached_property
     def _transports(self) -> dict[str, UnitTransport]:
@@ -148,8 +150,9 @@ class Comm:
     ) -> Pending:
         """Start gathering segments along ``axis``; the transport's docstring has the cost."""
         by: Transport = transport or self._transports[axis.name]
+        finish = self._begin(collective)
         pending = by.start_all_gather(items, axis, collective, self.traffic)
-        return self.follow(pending, axis, collective)
+        return self._follow(pending, axis, collective, finish)
 
     def start_reduce_scatter(
         self, items: Sequence[ReduceItem], axis: Axis, collective: CollectiveId, divisor: float
@@ -159,12 +162,28 @@ class Comm:
         If any part is encoded, all travel as bytes, by `codes`, which is not part of the core.
         """
         by, asked = self._transports[axis.name], (items, axis, collective, self.traffic, divisor)
+        finish = self._begin(collective)
         pending: Pending
         if any(coding is not None for item in items for coding in item.codings):
             codes = import_module("shardwise.codes.reduce")
             pending = codes.start_reduce_scatter(*asked, by.start_all_to_all)
         else:
             pending = by.start_reduce_scatter(*asked)
+        return self._follow(pending, axis, collective, finish)
+
+    def _begin(self, collective: CollectiveId) -> Callable[[], Exception | None] | None:
+        begin, self.before_next = self.before_next, None
+        return None if begin is None else begin(collective)
+
+    def _follow(
+        self,
+        pending: Pending,
+        axis: Axis,
+        collective: CollectiveId,
+        finish: Callable[[], Exception | None] | None,
+    ) -> Pending:
+        if finish is not None:
+            pending.wait_first(finish)
         return self.follow(pending, axis, collective)
 
     def follow(self, pending: Pending, axis: Axis, collective: CollectiveId) -> Pending:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from shardwise.comm.collective_key import CollectiveKey, name_ranks
 from shardwise.comm.listener import WAITS
-from shardwise.comm.pending import blocking_collective
+from shardwise.comm.pending import Flight, blocking_collective
 from shardwise.comm.process_groups import FAILED_GROUPS, abort, fail, usual_reason
 from shardwise.errors import CollectiveError
 from shardwise.mesh import DataAxes
@@ -55,6 +55,12 @@ class Control(Protocol):
     def exchange_after(self, work: Callable[[], bytes], row_bytes: int) -> list[bytes]:
         """Do work that may take long, then exchange the row of ``row_bytes`` that it returns."""
 
+    def start_exchange(self, row: bytes, about: str) -> Callable[[], dict[int, bytes]]:
+        """Send the row to other ranks, and return a function that waits for theirs, by rank.
+
+        ``about`` names a series of exchanges; at most one of a series is unfinished.
+        """
+
     def broadcast(self, data: bytes, source: int = 0) -> bytes:
         """Return the bytes of rank ``source``; the other ranks' argument is ignored."""
 
@@ -76,6 +82,10 @@ class SoloControl:
     def exchange_after(self, work: Callable[[], bytes], row_bytes: int) -> list[bytes]:
         """Do the work; return its row."""
         return [work()]
+
+    def start_exchange(self, row: bytes, about: str) -> Callable[[], dict[int, bytes]]:
+        """Return a function that returns the row."""
+        return lambda: {0: row}
 
     def broadcast(self, data: bytes, source: int = 0) -> bytes:
         """Return the bytes."""
@@ -193,6 +203,31 @@ class GroupControl:
             if all(row[0] for row in rows):
                 return [row[1:] for row in rows]
 
+    def start_exchange(self, row: bytes, about: str) -> Callable[[], dict[int, bytes]]:
+        """Send the row to other ranks, and return a function that waits for theirs, by rank.
+
+        Up to 64 ranks send to all others. Of more ranks, each exchanges with those at a distance of
+        a power of two, so that a rank sends 2 log2(ranks) messages.
+
+        **Raises** RuntimeError in the wait if a rank has died or does not come within the timeout.
+        """
+        peers = compared_ranks(self.rank, self.num_ranks)
+        mine = torch.frombuffer(bytearray(row), dtype=torch.uint8)
+        rows = torch.zeros((len(peers), len(mine)), dtype=torch.uint8, device="cpu")
+        tag = crc32(about.encode()) & _TAGS
+        works: list[dist.Work] = []
+        with _agreement(replace(self._key, about=about)):
+            works += [self._group.recv([rows[n]], peer, tag) for n, peer in enumerate(peers)]
+            works += [self._group.send([mine], peer, tag) for peer in peers]
+        flight = Flight(works, (mine, rows))
+
+        def finish() -> dict[int, bytes]:
+            flight.wait()
+            found = {peer: rows[n].numpy().tobytes() for n, peer in enumerate(peers)}
+            return found | {self.rank: row}
+
+        return finish
+
     def broadcast(self, data: bytes, source: int = 0) -> bytes:
         """Return the source's bytes; two broadcasts, of the length and of the bytes."""
         size = torch.tensor([len(data)], device="cpu")
@@ -204,6 +239,18 @@ class GroupControl:
             if buffer.numel():
                 self._group.broadcast(buffer, source).wait()
         return buffer.numpy().tobytes()
+
+
+_ALL_TO_ALL_RANKS = 64
+
+
+def compared_ranks(rank: int, num_ranks: int) -> list[int]:
+    """Return the ranks that a rank compares itself with; each of them names this one, too."""
+    if num_ranks <= _ALL_TO_ALL_RANKS:
+        return [other for other in range(num_ranks) if other != rank]
+    distances = [1 << power for power in range((num_ranks - 1).bit_length())]
+    others = {(rank + sign * distance) % num_ranks for distance in distances for sign in (1, -1)}
+    return sorted(others - {rank})
 
 
 class _agreement(blocking_collective):  # noqa: N801 - reads as a statement

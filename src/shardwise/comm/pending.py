@@ -12,7 +12,7 @@ from shardwise.comm.collective_key import CollectiveKey
 from shardwise.comm.listener import WAITS
 from shardwise.comm.process_groups import FAILED_GROUPS, fail, usual_reason
 from shardwise.device import Event
-from shardwise.errors import CollectiveError
+from shardwise.errors import CollectiveError, StateError
 from shardwise.layout.segments import Segment
 from shardwise.mesh import Axis
 from shardwise.precisions import Coding
@@ -61,14 +61,32 @@ class ReduceItem(NamedTuple):
 
 # Works that were dropped before their wait (a model that is deleted with reductions in flight).
 # Their buffers must stay: if one is freed, gloo stops reading from that peer for good.
-_abandoned: list[Sequence[dist.Work]] = []
+_abandoned: list[object] = []
+
+
+class Flight:
+    """Messages in flight with the memory that they use, kept until they have ended."""
+
+    def __init__(self, works: Sequence[dist.Work], memory: object) -> None:
+        self._works, self._memory = works, memory
+
+    def wait(self) -> None:
+        """Wait until all have ended."""
+        for work in self._works:
+            work.wait()
+        self._works, self._memory = (), None
+
+    def __del__(self) -> None:
+        if self._works:
+            _abandoned.append((self._works, self._memory))
 
 
 class Pending:
     """Work in flight, collectives or copies, with the memory that it needs; ``wait`` once."""
 
     __slots__ = (
-        *("_copies", "_finish", "_keep", "_key", "_number", "_over", "_peers", "_recorder"),
+        *("_copies", "_finish", "_first", "_keep", "_key", "_number", "_over", "_peers"),
+        "_recorder",
         "_works",
     )
 
@@ -87,6 +105,7 @@ class Pending:
         self._copies: tuple[Event, ...] = ()
         self._works: Sequence[dist.Work] = ()
         self._over: Callable[[], None] | None = None
+        self._first: Callable[[], Exception | None] | None = None
         self._number = WAITS.listener.begin(key) if works else 0
         self._works = works
         self._finish = finish
@@ -99,8 +118,15 @@ class Pending:
         """Return copies between host and device: ``wait`` blocks until these have happened."""
         made = cls.__new__(cls)
         made._copies, made._works, made._finish, made._keep = copies, (), None, keep
-        made._over, made._peers, made._recorder = None, (), None
+        made._over, made._peers, made._recorder, made._first = None, (), None, None
         return made
+
+    def wait_first(self, finish: Callable[[], Exception | None]) -> None:
+        """Call ``finish``, which waits for other messages of the same ranks, before the wait.
+
+        An error that it returns is raised after the wait; one that it raises, at once.
+        """
+        self._first = finish
 
     def follow(self, recorder: Recorder, line: str, unit: str, num_bytes: int) -> None:
         """Report this work to a recorder, and its end: on the CPU, the end of its wait."""
@@ -122,17 +148,21 @@ class Pending:
             copy.wait()
         if self._works:
             with collective_wait(self._key, self._number):
+                error = None if self._first is None else self._first()
                 if self._recorder is not None and self._peers:
                     self._wait_for_each(self._recorder)
                 else:
                     for work in self._works:
                         work.wait()
+            if error is not None:
+                self._works = ()
+                raise error
         if self._over is not None:
             self._over()
         if self._finish is not None:
             self._finish()
         self._copies, self._works, self._finish, self._keep = (), (), None, None
-        self._over = None
+        self._over = self._first = None
 
     def _wait_for_each(self, recorder: Recorder) -> None:
         """Wait, and report the seconds by peer; the first hides others that are as late."""
@@ -174,7 +204,7 @@ class collective_errors:  # noqa: N801 - reads as a statement
         FAILED_GROUPS.refuse(self._key, self._key.group)
 
     def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
-        if not isinstance(error, RuntimeError) or isinstance(error, CollectiveError):
+        if not isinstance(error, RuntimeError) or isinstance(error, CollectiveError | StateError):
             return
         raise CollectiveError(f"rank {dist.get_rank()}: {self.describe(error)}") from error
 

@@ -152,6 +152,7 @@ class Backward:
                 self.passes.close(unit)
         self.schedule.close_turns(is_last)
         self.reductions.close()
+        self.rank_checks.end_pass()
         if self._shares_order:
             self._shares_order = not self.schedule.share_seen(self._comm.control.broadcast)
         self._reset_pass()

@@ -9,32 +9,56 @@ over the control group:
 
 - if a parameter was frozen or thawed since the last comparison. If the other ranks have no change,
   they are in the reduction while this rank waits, until the limit of the watch, which names both;
-- in passes 2, 4, 8 and so on: the number of steps so far, and the optimizers' classes and options
-  in each optimizer's steps 1, 2, 4, 8 and so on.
+- in passes 2, 4, 8 and so on: the optimizers' classes and options in each optimizer's steps 1, 2,
+  4, 8 and so on.
 
-All ranks of the model's mesh reach that reduction, including a rank that has skipped the step. In
-all other passes nothing is sent. If ranks may skip layers, their first reductions are in different
+All ranks of the model's mesh reach that reduction, including a rank that has skipped the step. If
+ranks may skip layers, their first reductions are in different
 layers, and other ranks may wait for them in a collective of a layer between: such models compare
 before the backward pass. Each stage of a pipeline has its mesh and may have different optimizers.
 A step that a loss scaler skips does not count, on any rank.
+
+Note [Passes and steps are counted]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+If a rank takes a micro-batch or a step more than the others, its next gather meets a gather of
+their next step, and full parameters would mix slices of two steps. So with the first collective of
+each training pass, a gather or a reduction, ranks exchange the number of the pass and that of the
+steps so far: 20 bytes, over the control group, in flight together with the collective. On the CPU
+they are compared before the wait for the collective; on a device, where no host waits for it, at
+the end of the backward pass. Ranks that differ raise the same StateError. A forward pass that is
+not recorded does not count.
 """
 
+import struct
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from shardwise.comm.collective_key import name_ranks
 from shardwise.comm.collectives import Comm
+from shardwise.comm.pending import CollectiveId
+from shardwise.comm.process_groups import FAILED_GROUPS
 from shardwise.engine.agreement import find_difference
 from shardwise.errors import StateError
 from shardwise.tensor.plain_state import owner_of, owning_rank
 from shardwise.unit.unit import Unit
 
+_NUMBERS = struct.Struct("<qqI")  # of the pass, and of steps so far; a digest of the collective
 _STEPS = "_shardwise_steps"
 _SHOWN = 3
+
+
+def _nothing() -> None:
+    """Find no error."""
+
+
+def _describe_numbers(numbers: tuple[int, int]) -> str:
+    return f"{numbers[1]} steps of optimizers so far, in backward pass {numbers[0]}"
 
 
 class RankChecks:
@@ -51,7 +75,11 @@ class RankChecks:
         self._trained = self._read_trained()
         self._comm = comm
         self._refuse = refuse
-        self._num_passes = 0
+        self._num_compared = 0
+        self._num_passes = 0  # backward passes that have begun
+        self._last_met = 0  # the pass in which ranks exchanged their numbers last
+        self._finish: Callable[[], StateError | None] | None = None
+        self._comms = list({id(c): c for c in (comm, *(u.comm for u in self.units))}.values())
         self._is_due = True
         self.num_steps = 0
         self.optimizers: list[list[str]] = []
@@ -61,9 +89,82 @@ class RankChecks:
 
     def begin_pass(self, compares: bool) -> None:
         """Schedule the comparison before the next reduction; if ``compares``, run it now."""
+        self._num_passes += 1
         self._is_due = True
+        self._meet_in(self._num_passes)
         if compares:
             self.before_reduction()
+
+    def begin_forward(self) -> None:
+        """Exchange the numbers of passes and steps with the first collective of a pass."""
+        self._meet_in(self._num_passes + 1)
+
+    def _meet_in(self, number: int) -> None:
+        if number > self._last_met and self._comm.axes.num_ranks > 1:
+            self._last_met = number
+            for comm in self._comms:
+                comm.before_next = self._start_meeting
+
+    def _start_meeting(self, collective: CollectiveId) -> Callable[[], StateError | None]:
+        """Send this rank's numbers, with the collective that it begins."""
+        for comm in self._comms:
+            comm.before_next = None
+        self.end_pass()  # the numbers of a pass that raised
+        call = crc32(f"{collective.kind} {collective.index}".encode())
+        row = _NUMBERS.pack(self._last_met, self.num_steps, call)
+        receive = self._comm.control.start_exchange(row, "(passes)")
+
+        def finish() -> StateError | None:
+            if self._finish is not finish:
+                return None
+            self._finish = None
+            return self._compare_numbers(receive())
+
+        self._finish = finish
+        return finish if self._comm.device.type == "cpu" else _nothing
+
+    def end_pass(self) -> None:
+        """Compare the numbers of this pass, unless that has happened."""
+        if self._finish is not None and (error := self._finish()) is not None:
+            raise error
+
+    def _compare_numbers(self, rows: dict[int, bytes]) -> StateError | None:
+        """Return the error if ranks differ; raise it if they are in different collectives.
+
+        Then messages are left that no rank receives: the groups cannot be used any more.
+        """
+        members = self._comm.control.members
+        ranks_with: dict[tuple[int, int], list[int]] = {}
+        calls = set()
+        for rank, row in sorted(rows.items()):
+            number, num_steps, call = _NUMBERS.unpack(row)
+            ranks_with.setdefault((number, num_steps), []).append(members[rank])
+            calls.add(call)
+        if len(ranks_with) == 1:
+            return None
+        first, *others = ranks_with
+        there = f"where rank {ranks_with[first][0]} has [{_describe_numbers(first)}]"
+        parts = []
+        for other in others:
+            has = "have" if len(ranks_with[other]) > 1 else "has"
+            who = name_ranks(ranks_with[other])
+            parts.append(f"{who} {has} [{_describe_numbers(other)}] {there}")
+        error = self._refuse_apart("; ".join(parts))
+        if len(calls) == 1:
+            return error
+        for axis in self._comm.axes.all:
+            FAILED_GROUPS.add(axis.group, str(error))
+        raise error
+
+    def _refuse_apart(self, found: str) -> StateError:
+        why = f"the ranks have not stepped alike: {found}"
+        self._refuse(f"{why}. load() a checkpoint")
+        return StateError(
+            f"{why}. From then on each rank's slices are those of another model: start again, or "
+            "from a checkpoint that was saved before. Every rank must take as many micro-batches "
+            "and call optimizer.step() as often as the others, with the same class of optimizer "
+            "and the same options"
+        )
 
     def before_reduction(self) -> None:
         """Compare this rank with the others, once per pass. See Note [When ranks are compared].
@@ -73,8 +174,8 @@ class RankChecks:
         if not self._is_due:
             return
         self._is_due = False
-        self._num_passes += 1
-        is_power = self._num_passes > 1 and not self._num_passes & (self._num_passes - 1)
+        self._num_compared += 1
+        is_power = self._num_compared > 1 and not self._num_compared & (self._num_compared - 1)
         trained = self._read_trained()
         changed = [
             f"'{param.name}' {'is trained' if now else 'is frozen'}"
@@ -89,13 +190,7 @@ class RankChecks:
         facts = steps + [line for lines in self.optimizers for line in lines]
         control = self._comm.control
         if (found := find_difference(control, facts, about or "the steps so far")) is not None:
-            why = f"the ranks have not stepped alike: {found}"
-            self._refuse(f"{why}. load() a checkpoint")
-            raise StateError(
-                f"{why}. Since then each rank's slices are those of another model: start again, or "
-                "from a checkpoint that was saved before. Every rank must call optimizer.step() as "
-                "often as the others, with the same class of optimizer and the same options"
-            )
+            raise self._refuse_apart(found)
         facts = [
             f"parameter '{param.name}' is {'trained' if now else 'frozen'}"
             for param, now in zip(self._params, trained, strict=True)

@@ -185,6 +185,7 @@ class Engine:
     def before_forward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         """Gather the unit, start gathering the next ones, bind the full parameters."""
         self.conditions.rounds.arrive(unit)
+        self.conditions.check_usable("")
         self.backward.forget_cut()
         records = torch.is_grad_enabled()
         if not self.passes.stack and not in_backward():
@@ -212,11 +213,11 @@ class Engine:
         refuse_transform(self._allows_transform, frees and records, self.rules.where_full)
         for comm in self.comms:
             comm.refuse_failed("a forward pass")
-        self.conditions.check_usable("")
         self.conditions.check_assigned()
         if not records:
             return
         self.conditions.check_before_pass()
+        self.rank_checks.begin_forward()
         self._num_calls += 1
         if not self._num_calls & (self._num_calls - 1):
             # only in calls 1, 2, 4, 8 ...: it costs a millisecond
@@ -248,8 +249,8 @@ class Engine:
         written = unit.slots.unbind()
         if output is not None and written:
             raise written_in_forward(written)
-        if output is None and isinstance(sys.exc_info()[1], CollectiveError):
-            return  # other gathers may never end: their senders may have stopped too
+        if output is None and self._others_may_have_stopped():
+            return  # other gathers may never end
         others_follow = output is not None and self.conditions.rounds.others_follow
         if goes_on and unit.settings.stage.frees_after_forward:
             self.schedule.note_ahead(unit)
@@ -261,6 +262,11 @@ class Engine:
             still_runs=goes_on or others_follow or any(c.unit is unit for c in stack),
             at_root=not stack and not others_follow,
         )
+
+    def _others_may_have_stopped(self) -> bool:
+        """Tell whether the exception in flight is one that other ranks raise too."""
+        failed = isinstance(sys.exc_info()[1], CollectiveError)
+        return failed or self.conditions.unusable is not None
 
     # -- called by parameters (unit.EngineOfUnits)
     def is_running(self) -> bool:
