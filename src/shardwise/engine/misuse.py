@@ -44,20 +44,20 @@ def refuse_strangers(unit: str, module: nn.Module) -> None:
             )
 
 
-def written_in_forward(name: str) -> ShardError:
-    """Return the error for a forward pass that wrote a full parameter."""
+def written_in_forward(what: str) -> ShardError:
+    """Return the error for a forward pass that wrote a full parameter; ``what`` says which."""
     return ShardError(
-        f"parameter '{name}' was written inside the forward pass (max_norm=, or in place under "
-        "no_grad); it is a copy there and the change would be lost. Change it between steps, on "
-        "model.parameters()"
+        f"parameter {what} inside the forward pass (in place, max_norm=, .data, an assignment). "
+        "The change would be lost. Change it between steps, on model.parameters() under "
+        "torch.no_grad(), or make it a buffer"
     )
 
 
-def written_while_full(what: str, name: str) -> ShardError:
-    """Return the error of ``what`` for a parameter written while `unshard()` held it."""
+def written_while_full(call: str, what: str) -> ShardError:
+    """Return the error of ``call`` for a parameter written while `unshard()` held it."""
     return ShardError(
-        f"{what}: parameter '{name}' was written while unshard() held it in full; it is a copy "
-        "there and the change is lost. Change it after reshard()"
+        f"{call}: parameter {what} while unshard() held it in full; it is a copy there and the "
+        "change is lost. Change it after reshard()"
     )
 
 

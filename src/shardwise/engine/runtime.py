@@ -177,7 +177,7 @@ class Engine:
 
     def unpin(self, what: str, units: Sequence[Unit]) -> None:
         """End `unshard()` for the units. **Raises** ShardError if a full parameter was written."""
-        written = [name for unit in units if (name := unit.unpin())]
+        written = [text for unit in units for text in unit.unpin()]
         if written:
             raise written_while_full(what, written[0])
 
@@ -248,7 +248,9 @@ class Engine:
         unit.comm.tracer.mark_end("recompute" if call.in_backward else "forward", unit.name)
         written = unit.slots.unbind()
         if output is not None and written:
-            raise written_in_forward(written)
+            if any(param.holds_codes for param in unit.params):
+                self.conditions.refuse(written[0])  # the state of its codes has changed, too
+            raise written_in_forward(written[0])
         if output is None and self._others_may_have_stopped():
             return  # other gathers may never end
         others_follow = output is not None and self.conditions.rounds.others_follow

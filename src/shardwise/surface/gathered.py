@@ -21,6 +21,7 @@ from shardwise.engine.api import engine_of
 from shardwise.engine.runtime import Engine
 from shardwise.errors import ConfigError, StateError
 from shardwise.layout.placements import local_of
+from shardwise.surface.moved import Moves, find_moves, restore_slots, slots_of
 from shardwise.tensor.inner import gather_whole, has_own_gather, inner_of, plain_parts
 from shardwise.tensor.plain_state import owner_of
 from shardwise.unit.param import ShardedParam
@@ -51,8 +52,13 @@ def gathered(
     **Cost** one all-gather per parameter; the full parameters in memory until the end, or until a
     graph recorded inside is dropped.
 
-    **Raises** StateError on all ranks if a tensor was changed without ``writeback``; ConfigError
-    at once if ``source`` is not a rank.
+    A parameter that is moved inside its unit (a parametrization, `torch.nn.utils.prune`) keeps its
+    new place and name. With ``writeback`` a new parameter of the same shape and dtype in the place
+    of an old one gives it its values.
+
+    **Raises** StateError on all ranks if a tensor was changed without ``writeback``, or if a
+    parameter was added, removed or replaced otherwise; ConfigError at once if ``source`` is not a
+    rank.
     """
     engine, params = _params_of(targets)
     in_model = isinstance(targets[0], nn.Module)
@@ -69,14 +75,24 @@ def gathered(
         ways = [_Way(param, full) for param, full in pairs if not has_own_gather(full)]
     if in_model:
         _put(params, fulls)
+    moves = Moves()
+    root = engine.units[0].module
+    slots = slots_of(root) if in_model else []
     try:
         with engine.conditions.suspended() if in_model else nullcontext():
             yield targets[0] if in_model else fulls
     finally:
         if in_model:
+            moves = find_moves(root, params, fulls)
+            if moves.refused:
+                restore_slots(slots)
+            else:
+                moves.keep()
             _put(params, [s.sharded for s in params])
         for way in ways:
             way.is_inside = False
+    moves.check(may_write=writeback)
+    fulls = [moves.values.get(id(full), full) for full in fulls]
     if writeback:
         _write_back(engine, params, fulls, source)
         return

@@ -30,6 +30,16 @@ class Inner:
     cut: Cut
 
 
+def holds_codes(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor's elements are codes, which no cast or encoding may change.
+
+    Quantized weights may lie in a float dtype: those of bitsandbytes, which have a
+    ``quant_state``, in any (``quant_storage=``); float8 and float4 weights have a scale elsewhere.
+    """
+    is_small = tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1
+    return is_small or getattr(tensor, "quant_state", None) is not None
+
+
 def has_own_gather(local: torch.Tensor) -> bool:
     """Tell whether the tensor's class defines its gather, in both methods."""
     has = [hasattr(local, f"fsdp_{when}_all_gather") for when in ("pre", "post")]

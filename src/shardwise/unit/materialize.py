@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 from math import prod
 
 import torch
@@ -31,7 +32,13 @@ from shardwise.layout.units import ParamSpec, UnitSpec
 from shardwise.mesh import Axis
 from shardwise.stages import UnitSettings
 from shardwise.tensor.cut import axes_of_mesh, cut_along, cut_piece, make_cut, own_axes_of
-from shardwise.tensor.inner import chunk_of, has_own_gather, plain_parts, refuse_opaque
+from shardwise.tensor.inner import (
+    chunk_of,
+    has_own_gather,
+    holds_codes,
+    plain_parts,
+    refuse_opaque,
+)
 from shardwise.trace import FullParamLedger
 from shardwise.unit.encodings import OwnGather
 from shardwise.unit.home import Home, Homes, Room
@@ -191,7 +198,7 @@ class Materializer:
         values = self._initialised(spec)
         own = [param for param in spec.params if has_own_gather(param.param)]
         stored = [param for param in spec.params if not any(param is each for each in own)]
-        storages = [self._build_storage(unit, d, p, values) for d, p in self._groups(stored)]
+        storages = [self._build_storage(unit, *group, values) for group in self._groups(stored)]
         by_dtype: dict[torch.dtype, list[ParamSpec]] = {}
         for param in own:
             by_dtype.setdefault(param.param.dtype, []).append(param)
@@ -200,12 +207,22 @@ class Materializer:
         return unit
 
     def _groups(self, stored: Sequence[ParamSpec]) -> Iterator[tuple[Dtypes, list[ParamSpec]]]:
-        """Yield the parameters of each storage; those cut along dims above 0 have separate ones."""
+        """Yield the parameters of each storage.
+
+        Those cut along dims above 0 have separate ones, and so have codes, which are never cast.
+        """
         precision, sharded = self._config.precision, self._config.stage.shards_state
-        for along_dim in (False, True):
-            params = [p for p in stored if (p.dim > 0 and sharded) is along_dim]
-            tensors = [p.param for p in params]
-            facts = [(t.dtype, t.dtype.is_floating_point, t.requires_grad) for t in tensors]
+        for along_dim, are_codes in product((False, True), repeat=2):
+            params = [
+                spec
+                for spec in stored
+                if (spec.dim > 0 and sharded) is along_dim and holds_codes(spec.param) is are_codes
+            ]
+            tensors = [spec.param for spec in params]
+            facts = [
+                (t.dtype, t.dtype.is_floating_point and not are_codes, t.requires_grad)
+                for t in tensors
+            ]
             found = group_by_dtypes(params, facts, precision.master, precision.param)
             yield from ((dtypes, members) for (dtypes, _), members in found.items())
 
@@ -244,7 +261,8 @@ class Materializer:
         stage, comm, axis = unit.settings.stage, unit.comm, unit.comm.axes.shard
         layout, dims = self._layout_of(params, axis)
         args = layout, axis.rank, stage, dtypes, self._device, self._ledger, unit.home
-        storage = Storage(*args, unit.precision.coding)
+        coding = None if holds_codes(params[0].param) else unit.precision.coding
+        storage = Storage(*args, coding)
         if any(param.param.requires_grad for param in params):
             storage.mean_memory.reserve()
         for number, (param, dim) in enumerate(zip(params, dims, strict=True)):
@@ -261,6 +279,7 @@ class Materializer:
                 comm.broadcast(value, collective, also=self._copied_over(param.param, comm))
             form = AsShardTensor(cut, param.param.requires_grad)
             made = ShardedParam(unit, param.uses, form, shape, cut=cut, dim=dim)
+            made.holds_codes = holds_codes(param.param)
             made.lie_in(storage, number)
             storage.fill(number, made.encoding.spread(value))
             made.keep_notes(vars(param.param))

@@ -24,6 +24,7 @@ from shardwise.tensor.cut import Cut, as_dtensor
 from shardwise.tensor.shard_tensor import ShardTensor
 from shardwise.tensor.tensor_base import owner_of_elements
 from shardwise.unit.encodings import AS_IT_LIES, AlongDim, Encoding
+from shardwise.unit.full_parameter import data_of, make_full, set_full_data
 from shardwise.unit.gradient import Gradient
 from shardwise.unit.storage import Storage
 
@@ -264,6 +265,7 @@ class ShardedParam:
         self.gradient = Gradient(self)
         self.tie: Tie | None = None  # with copies on other pipeline stages
         self.aliases = Aliases()
+        self.holds_codes = False
         self._watched = False
 
     @property
@@ -328,7 +330,7 @@ class ShardedParam:
 
     def _make_leaf(self, view: torch.Tensor) -> None:
         is_trained = self.sharded.requires_grad
-        self.leaf = nn.Parameter(self.form.full(view), requires_grad=is_trained)
+        self.leaf = make_full(self.form.full(view), is_trained, self.unit.slots.access)
         self._watched = False
         self.watch()
 
@@ -378,6 +380,46 @@ class ShardedParam:
         for name, value in notes.items():
             if name not in ours:
                 vars(self.sharded).setdefault(name, value)
+
+    @property
+    def keeps_writes(self) -> bool:
+        """Tell whether a write to the full parameter is one to the shards, which lie in it."""
+        if self._storage is None or self.encoding.puts_together or self.form.outer is not None:
+            return False
+        return self._storage.memory.aliased and not self._storage.frees
+
+    @torch.no_grad()
+    def keep_written(self, value: nn.Parameter, *, in_place: bool) -> str | None:
+        """Keep what a forward pass has put in the full parameter's place, or in its memory.
+
+        ``in_place``: the memory was written. Return the reason if it cannot be kept. Then the full
+        parameter is as it was.
+        """
+        if not self.has_storage or self.encoding.puts_together or self.form.outer is not None:
+            return "it is a copy there"
+        full, view = self.full, self.storage.view(self.index)
+        new = data_of(value)
+        is_alike = (new.shape, new.dtype, type(new)) == (view.shape, view.dtype, torch.Tensor)
+        is_elsewhere = new.data_ptr() != view.data_ptr()
+        reason = None
+        if value is not full and (value.requires_grad or full.requires_grad):
+            reason = "another parameter stands in its place, which no optimizer trains"
+        elif not is_alike:
+            reason = f"it has shape {tuple(new.shape)} and dtype {new.dtype} now"
+        elif not self.keeps_writes and (in_place or is_elsewhere):
+            reason = "it is a copy there"
+        elif is_elsewhere:
+            view.copy_(new)
+        self.restore_memory()
+        return reason
+
+    def restore_memory(self) -> None:
+        """Give the full parameter the memory that gathers write, if it was given other memory."""
+        if not self.has_storage or self.encoding.puts_together or self.form.outer is not None:
+            return
+        view = self.storage.view(self.index)
+        if data_of(self.full).data_ptr() != view.data_ptr():
+            set_full_data(self.full, view)
 
     def put(self, param: nn.Parameter) -> None:
         """Put a parameter into every module that uses this one."""

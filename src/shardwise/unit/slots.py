@@ -1,10 +1,12 @@
 """The attributes of modules that hold one unit's parameters, and the form that stands there now."""
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from torch import nn
 
 from shardwise.errors import ShardError, StateError
+from shardwise.unit.full_parameter import DataAccess
 
 if TYPE_CHECKING:
     from shardwise.unit.param import ShardedParam
@@ -26,13 +28,20 @@ class Slots:
         self._is_shown = False
         self._fulls: list[nn.Parameter] = []  # the full parameters, when they were put there
         self._versions: list[int] = []
-        self._written: str | None = None  # while shown
+        self._written: list[str] = []  # while shown
+        self.access = DataAccess()
 
     def add(self, param: "ShardedParam") -> None:
         """Take the places of a parameter, and put its sharded form there."""
         param.put(param.sharded)
         for use in param.uses:
             self._places.append((use.module._parameters, use.attribute, param))
+
+    def take_places(self, params: "Iterable[ShardedParam]") -> None:
+        """Take the places of all parameters anew, after some were moved between calls."""
+        self._places, self._fulls, self._versions = [], [], []
+        for param in params:
+            self.add(param)
 
     @property
     def are_full(self) -> bool:
@@ -77,19 +86,46 @@ class Slots:
                     "change is lost. Write p.data[0], or under torch.no_grad()"
                 )
 
-    def unbind(self) -> str | None:
-        """Put the ShardTensors back; return the name of a full parameter that was written."""
+    def unbind(self) -> list[str]:
+        """Put the ShardTensors back; return which full parameters were written, and the reasons.
+
+        See Note [Writes inside a forward pass]; what can be kept is kept, and not named.
+        """
         if self._depth == 0:
-            return None
+            return []
         self._depth -= 1
         if self._depth:
-            return None
-        written = None
-        for (params, attribute, param), version in zip(self._places, self._versions, strict=True):
+            return []
+        lost: list[str] = []
+        places = zip(self._places, self._fulls, self._versions, strict=True)
+        for (params, attribute, param), full, version in places:
+            found = params.get(attribute)
             params[attribute] = param.sharded
-            if param.full._version != version:
-                written = param.name
-        return written
+            if found is not full and full is param.full:
+                lost += self._keep(param, found, in_place=False)
+            elif full._version != version:
+                param.restore_memory()
+                lost.append(f"'{param.name}' was written in place")
+        if self.access.reads or self.access.assigned:
+            written = self.access.take_written()
+            for _, _, param in self._places:
+                if id(param.full) in written:
+                    lost += self._keep(param, param.full, in_place=written[id(param.full)])
+        if lost:
+            self._versions = [full._version for full in self._fulls]
+        return lost
+
+    @staticmethod
+    def _keep(param: "ShardedParam", value: nn.Parameter | None, *, in_place: bool) -> list[str]:
+        if value is None:
+            return [f"'{param.name}' was removed"]
+        reason = param.keep_written(value, in_place=in_place)
+        if reason is not None and param.holds_codes:
+            reason += (
+                " (bitsandbytes packs 4-bit weights anew in evaluation on some CPUs: set "
+                "support_avx512bf16_for_cpu = False on its Linear4bit modules)"
+            )
+        return [] if reason is None else [f"'{param.name}' was written or replaced: {reason}"]
 
     def unbind_all(self) -> None:
         """Put the ShardTensors back after an interrupted forward pass, unless shown."""
@@ -113,7 +149,7 @@ class Slots:
             if param.full.requires_grad != param.sharded.requires_grad:
                 param.sharded.requires_grad_(param.full.requires_grad)
 
-    def take_written(self) -> str | None:
-        """Return the name of a full parameter that was written while shown, and forget it."""
-        written, self._written = self._written, None
+    def take_written(self) -> list[str]:
+        """Return which full parameters were written while shown, and forget them."""
+        written, self._written = self._written, []
         return written

@@ -12,6 +12,7 @@ modules: they hold full parameters from the gather until the reshard, and DTenso
 no other code frees it then.
 """
 
+import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -148,6 +149,8 @@ class Unit:
         self.slots = Slots(binds=not settings.stands_while_full)
         self.steps: list[RunningStep] = []
         self.writes: list[RunningStep] = []
+        self._versions: list[int] = []  # of full parameters that stand in the modules
+        self._has_warned = False
 
     @property
     def module(self) -> nn.Module:
@@ -252,6 +255,8 @@ class Unit:
             for param in self.params:
                 param.complete()
                 param.put(param.full)
+            self._versions = [param.full._version for param in self.params]
+            self.slots.access.take_written()
         for storage in self.storages:
             inside = [param for param in self.params if param.rests_in(storage)]
             have_separate = all(param.encoding.puts_together for param in inside)
@@ -275,9 +280,27 @@ class Unit:
         self._enter(ParamState.SHARDED)
         self.gather.apart.free()
         if self.settings.stands_while_full:
+            self._warn_of_writes()
             for param in self.params:
                 param.put(param.sharded)
                 param.encoding.free()
+
+    def _warn_of_writes(self) -> None:
+        """Warn once of full parameters that were written in the modules, as FSDP2 does not."""
+        written = self.slots.access.take_written()
+        versions, self._versions = self._versions, []
+        for param, version in zip(self.params, versions, strict=False):
+            stands = param.uses[0].module._parameters.get(param.uses[0].attribute)
+            is_same = stands is param.full and id(param.full) not in written
+            if (is_same and param.full._version == version) or self._has_warned:
+                continue
+            self._has_warned = True
+            warnings.warn(
+                f"parameter '{param.name}' was written or replaced while the unit was unsharded. "
+                "It is a copy there: the change is lost when the unit is resharded, as in torch's "
+                "fully_shard. Change the sharded parameter between steps, or make it a buffer",
+                stacklevel=2,
+            )
 
     @property
     def is_fresh(self) -> bool:
@@ -334,13 +357,13 @@ class Unit:
             self.finish_unshard()
             self.slots.show()
 
-    def unpin(self) -> str | None:
+    def unpin(self) -> list[str]:
         """End `pin`, and give up the full parameters between passes.
 
-        Return the name of a full parameter that was written while it was in the modules.
+        Return which full parameters were written while they were in the modules.
         """
         if not self.slots.is_pinned:
-            return None
+            return []
         self.slots.hide()
         self.slots.is_pinned = False
         if not self.slots.are_full:

@@ -23,7 +23,7 @@ from shardwise.mesh import Axis
 from shardwise.offload.home import Home
 from shardwise.stages import STAGES, UnitSettings
 from shardwise.tensor.cut import as_dtensor, cut_along, cut_piece, make_cut
-from shardwise.tensor.inner import chunk_of, has_own_gather, refuse_opaque
+from shardwise.tensor.inner import chunk_of, has_own_gather, holds_codes, refuse_opaque
 from shardwise.tensor.plain_state import FULLY_SHARD, OfFullyShard
 from shardwise.trace import FullParamLedger
 from shardwise.unit.encodings import AS_IT_LIES, AlongDim, OwnGather
@@ -109,6 +109,7 @@ def take(
         spread.reduced_dims,
     )
     made = ShardedParam(unit, uses, form, tuple(values.shape), dim=dim)
+    made.holds_codes = holds_codes(param)
     chunk = chunk_of(values, shard.size, shard.rank, dim)
     held = nn.Parameter(as_dtensor(chunk, spec), requires_grad=param.requires_grad)
     made.sharded = cast("Sharded", held)
@@ -157,16 +158,18 @@ def adopt(unit: Unit, asked: Asked, ledger: FullParamLedger) -> None:
             continue
         param.lie_apart(AlongDim(param.dim, param.shape) if param.dim else AS_IT_LIES)
         if not local.is_meta:
-            compute = unit.precision.param if local.is_floating_point() else None
-            key = local.dtype, compute or local.dtype, param.dim > 0
+            are_codes = holds_codes(local) or param.holds_codes
+            casts = local.is_floating_point() and not are_codes
+            compute = unit.precision.param if casts else None
+            key = local.dtype, compute or local.dtype, param.dim > 0, are_codes
             groups.setdefault(key, []).append(param)
-    for (master, compute, _), params in groups.items():
+    for (master, compute, _, are_codes), params in groups.items():
         shapes = [_shape_in_memory(param, axis.size) for param in params]
         layout = build_layout("rows", shapes, axis.size)
         dtypes = master, compute
         device = unit.comm.device
         args = layout, axis.rank, unit.settings.stage, dtypes, device, ledger, unit.home
-        storage = Storage(*args, unit.precision.coding)
+        storage = Storage(*args, None if are_codes else unit.precision.coding)
         for index, param in enumerate(params):
             cut = cut_along(param.shape, layout, index, unit.comm, param.dim, param.name)
             param.cut = cut if param.form.outer is None else cut_piece(cut, param.form.outer)

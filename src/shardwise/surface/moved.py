@@ -1,0 +1,130 @@
+"""Parameters that were moved, replaced, added or removed in a model while it was gathered.
+
+Libraries change modules inside `gathered`: a parametrization and `torch.nn.utils.prune` register a
+parameter under another name, other code assigns a new one. A move is kept: the sharded parameter
+takes the new places, and has the new name in checkpoints. A new parameter of the same shape and
+dtype in all places of an old one gives it its values. Everything else would lose a value or leave a
+parameter that no rank sums, and is refused.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from shardwise.errors import StateError
+from shardwise.layout.units import ParamUse
+from shardwise.unit.param import ShardedParam
+from shardwise.unit.unit import Unit
+
+Place = tuple[int, str]  # id of a module, attribute
+
+
+@dataclass
+class Moves:
+    """The changes of one context: new uses, new full values, and what is refused."""
+
+    uses: list[tuple[ShardedParam, tuple[ParamUse, ...]]] = field(default_factory=list)
+    values: dict[int, nn.Parameter] = field(default_factory=dict)  # by id of the old full one
+    refused: list[str] = field(default_factory=list)
+
+    def check(self, may_write: bool) -> None:
+        """Raise StateError for changes that cannot be kept, the same on all ranks."""
+        refused = list(self.refused)
+        if self.values and not may_write:
+            refused.append("parameters were replaced without writeback=True")
+        if refused:
+            raise StateError(
+                f"gathered(): {'; '.join(refused[:3])}. The model has its parameters of before the "
+                "context again. Replace a parameter by one of the same shape and dtype, move it "
+                "inside its unit, or change the model before shard()"
+            )
+
+    def keep(self) -> None:
+        """Register the sharded parameters in their new places."""
+        for param, uses in self.uses:
+            param.uses = uses
+        for unit in {id(param.unit): param.unit for param, _ in self.uses}.values():
+            unit.slots.take_places(unit.params)
+
+
+def find_moves(
+    root: nn.Module, params: Sequence[ShardedParam], fulls: Sequence[nn.Parameter]
+) -> Moves:
+    """Compare the places of full parameters in the model with those of before the context."""
+    by_id = {id(full): param for param, full in zip(params, fulls, strict=True)}
+    now: dict[int, list[ParamUse]] = {id(param): [] for param in params}
+    others: dict[Place, tuple[str, nn.Parameter]] = {}
+    for use, found in _all_uses(root):
+        param = by_id.get(id(found))
+        if param is None:
+            others[id(use.module), use.attribute] = use.name, found
+        else:
+            now[id(param)].append(use)
+    moves = Moves()
+    for param, full in zip(params, fulls, strict=True):
+        uses = now[id(param)]
+        before, places = _places(param.uses), _places(uses)
+        if before == places:
+            continue
+        new = [others.get(place) for place in before]
+        if not uses and _is_one(new, full):
+            moves.values[id(full)] = next(found for _, found in filter(None, new))
+            for place in before:
+                others.pop(place)
+        elif not uses:
+            moves.refused.append(f"'{param.name}' was removed, or replaced by another shape")
+        elif any(new):
+            moves.refused.append(f"'{param.name}' was replaced in one of its places")
+        elif not _are_inside(uses, param.unit):
+            moves.refused.append(f"'{param.name}' was moved out of its unit, to '{uses[0].name}'")
+        else:
+            moves.uses.append((param, tuple(uses)))
+    added = (name for name, found in others.values() if found.requires_grad)
+    moves.refused += [f"'{name}' was added, and no rank would sum its gradient" for name in added]
+    return moves
+
+
+Slots = list[tuple[nn.Module, list[str]]]
+
+
+def slots_of(root: nn.Module) -> Slots:
+    """Return the names of each module's parameters, in order."""
+    return [(module, list(module._parameters)) for module in root.modules()]
+
+
+def restore_slots(before: Slots) -> None:
+    """Give modules their parameters' names of before, in that order; others are dropped.
+
+    The sharded parameters are put there afterwards.
+    """
+    for module, names in before:
+        found = dict(module._parameters)
+        module._parameters.clear()
+        module._parameters.update((name, found.get(name)) for name in names)
+
+
+def _all_uses(root: nn.Module) -> Iterator[tuple[ParamUse, nn.Parameter]]:
+    for path, module in root.named_modules():
+        for attribute, found in module._parameters.items():
+            if found is not None:
+                name = f"{path}.{attribute}" if path else attribute
+                yield ParamUse(module, attribute, name), found
+
+
+def _places(uses: Sequence[ParamUse]) -> set[Place]:
+    return {(id(use.module), use.attribute) for use in uses}
+
+
+def _is_one(new: Sequence[tuple[str, nn.Parameter] | None], full: torch.Tensor) -> bool:
+    """Tell whether one parameter of the same shape and dtype is in all places."""
+    if None in new or len({id(each[1]) for each in new if each is not None}) != 1:
+        return False
+    found = next(each[1] for each in new if each is not None)
+    return (found.shape, found.dtype, type(found.data)) == (full.shape, full.dtype, type(full.data))
+
+
+def _are_inside(uses: Sequence[ParamUse], unit: Unit) -> bool:
+    inside = {id(inner) for module in unit.modules for inner in module.modules()}
+    return all(id(use.module) in inside for use in uses)

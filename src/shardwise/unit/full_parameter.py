@@ -1,0 +1,82 @@
+"""The full parameter that layers read, and writes to its data.
+
+Note [Writes inside a forward pass]
+A full parameter is a copy of the shards unless the shards lie in it (stages 0 to 2, one dtype). So
+a forward pass that writes it (codebooks, clamps, weights that a library packs again) would lose the
+change. Writes in place change the version, which `Slots` compares. Writes through ``.data`` do not,
+and assignments give the parameter other memory. So the class notes what its ``data`` has returned
+and been given during a call. After the call a write in place through ``.data``, an assignment, or a
+frozen parameter in its place is kept if the shards lie in the full parameter; any other is refused.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+_DATA: Any = torch.Tensor.data
+_MAX_READS = 64
+
+
+class DataAccess:
+    """The tensors that the ``data`` of one unit's full parameters returned, and assignments."""
+
+    def __init__(self) -> None:
+        self.reads: list[tuple[FullParameter, torch.Tensor]] = []
+        self.assigned: list[FullParameter] = []
+
+    def note_read(self, param: "FullParameter", data: torch.Tensor) -> None:
+        """Note that ``param.data`` was read. Its version counts writes from now on."""
+        if len(self.reads) >= _MAX_READS:
+            self.reads = [(p, read) for p, read in self.reads if read._version] or []
+        self.reads.append((param, data))
+
+    def take_written(self) -> dict[int, bool]:
+        """Return, and forget, the ids of parameters that were assigned or written.
+
+        The value tells whether one was written in place, through ``data``.
+        """
+        if not self.reads and not self.assigned:
+            return {}
+        found = {id(param): False for param in self.assigned}
+        found |= {id(param): True for param, data in self.reads if data._version}
+        self.reads, self.assigned = [], []
+        return found
+
+
+class FullParameter(nn.Parameter):
+    """A full parameter, in modules while they run; autograd's leaf."""
+
+    _access: DataAccess
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The parameter outside the graph; writes are noted."""
+        made: torch.Tensor = _DATA.__get__(self)
+        self._access.note_read(self, made)
+        return made
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        _DATA.__set__(self, value)
+        self._access.assigned.append(self)
+
+
+def make_full(view: torch.Tensor, requires_grad: bool, access: DataAccess) -> nn.Parameter:
+    """Return a leaf over the memory of a full copy; a tensor subclass stays an `nn.Parameter`."""
+    leaf = nn.Parameter(view, requires_grad=requires_grad)
+    if type(view) is torch.Tensor:
+        leaf.__class__ = FullParameter
+        vars(leaf)["_access"] = access
+    return leaf
+
+
+def set_full_data(leaf: nn.Parameter, view: torch.Tensor) -> None:
+    """Give a full parameter its own memory again, without a note."""
+    _DATA.__set__(leaf, view)
+
+
+def data_of(leaf: nn.Parameter) -> torch.Tensor:
+    """Return a full parameter's data, without a note."""
+    made: torch.Tensor = _DATA.__get__(leaf)
+    return made

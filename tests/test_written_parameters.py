@@ -1,0 +1,247 @@
+"""Parameters that a forward pass, or code inside `gathered`, writes, replaces, moves or adds."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize, prune
+
+from ranks import on_ranks
+from shardwise import Precision, fully_shard, gathered, shard
+from shardwise.errors import ShardError, StateError
+
+
+class Codebook(nn.Module):
+    """Halves its code in each forward pass, in one of several ways."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.write = write
+        self.linear = nn.Linear(4, 4)
+        self.code = nn.Parameter(torch.ones(8, 4), requires_grad=False)
+
+    def forward(self, x):
+        self.write(self)
+        return self.linear(x) + self.code.sum(0)
+
+
+def in_place(module):
+    module.code.data.mul_(0.5)
+
+
+def through_a_view(module):
+    module.code.data[:4].mul_(0.5)
+    module.code.data.view(-1)[16:].mul_(0.5)
+
+
+def assigned(module):
+    module.code.data = module.code.data * 0.5
+
+
+def replaced(module):
+    module.code = nn.Parameter(module.code.detach() * 0.5, requires_grad=False)
+
+
+def over_other_memory(module):
+    with torch.no_grad():
+        module.code.set_(module.code * 0.5)
+
+
+def under_no_grad(module):
+    with torch.no_grad():
+        module.code.copy_(module.code * 0.5)
+
+
+# Kept if the shards lie in the full parameter, else refused; and always refused.
+KEPT = (in_place, through_a_view, assigned, replaced)
+REFUSED = (over_other_memory, under_no_grad)
+HOMES = {
+    "stage 0": ({"stage": 0}, True),
+    "stage 1": ({"stage": 1}, True),
+    "stage 2 flat": ({"stage": 2, "layout": "flat"}, True),
+    "stage 1 bf16": ({"stage": 1, "precision": "bf16"}, False),
+    "stage 1 offload": ({"stage": 1, "offload": "cpu"}, False),
+    "stage 3": ({"stage": 3}, False),
+    "stage 3 flat": ({"stage": 3, "layout": "flat"}, False),
+}
+
+
+@pytest.mark.parametrize("home", HOMES)
+@on_ranks(1, 2)
+def test_a_write_to_a_frozen_parameter_in_forward_is_kept_or_refused_by_name(world_size, home):
+    settings, lies_in_full = HOMES[home]
+    lies_in_full |= world_size == 1 and settings["stage"] == 3
+    for training in (True, False):
+        for write in (*KEPT, *REFUSED):
+            model = shard(nn.Sequential(Codebook(write), nn.Linear(4, 4)), units=[], **settings)
+            model.train(training)
+            if lies_in_full and write in KEPT:
+                for _ in range(2):
+                    model(torch.ones(2, 4)).sum().backward()
+                assert model[0].code.full_tensor().eq(0.25).all(), write.__name__
+                continue
+            with pytest.raises(ShardError, match=r"'0\.code' was written") as error:
+                model(torch.ones(2, 4))
+            assert "inside the forward pass" in str(error.value)
+            assert model[0].code.full_tensor().eq(1).all() or lies_in_full
+            model[0].write = lambda module: None
+            model(torch.ones(2, 4)).sum().backward()
+
+
+@on_ranks(2)
+def test_a_trained_parameter_replaced_in_forward_is_refused():
+    class Renewed(nn.Linear):
+        def forward(self, x):
+            self.weight = nn.Parameter(self.weight.detach().clone())
+            return super().forward(x)
+
+    for stage in (0, 3):
+        model = shard(nn.Sequential(Renewed(4, 4)), stage=stage)
+        with pytest.raises(ShardError, match=r"'0\.weight' was written or replaced.*no optimizer"):
+            model(torch.ones(2, 4))
+
+
+@on_ranks(2)
+def test_reading_data_and_wrapping_the_parameter_anew_change_nothing():
+    class Wrapped(nn.Linear):
+        def forward(self, x):
+            self.weight = nn.Parameter(self.weight.data, requires_grad=False)
+            self.bias.data = self.bias.data
+            return x @ self.weight.data.t() + self.bias
+
+    for stage in (0, 1, 3):
+        torch.manual_seed(0)
+        plain = Wrapped(4, 4)
+        plain.weight.requires_grad_(False)
+        model = shard(nn.Sequential(copy.deepcopy(plain)), stage=stage)
+        for _ in range(2):
+            assert torch.equal(model(torch.ones(2, 4)), plain(torch.ones(2, 4)))
+
+
+@pytest.mark.parametrize("write", [in_place, assigned, replaced, under_no_grad])
+@on_ranks(2)
+def test_fully_shard_warns_once_of_a_write_in_forward(write):
+    model = fully_shard(nn.Sequential(Codebook(write), nn.Linear(4, 4)))
+    with pytest.warns(UserWarning, match=r"'0\.code' was written or replaced"):
+        model(torch.ones(2, 4)).sum().backward()
+    model(torch.ones(2, 4)).sum().backward()
+
+
+# -- inside gathered
+
+
+class Doubled(nn.Module):
+    def forward(self, x):
+        return x * 2
+
+    def right_inverse(self, x):
+        return x * 0.5
+
+
+def parametrized(model):
+    parametrize.register_parametrization(model[0], "weight", Doubled())
+
+
+def pruned(model):
+    prune.l1_unstructured(model[0], "weight", 0.5)
+
+
+def pruned_for_good(model):
+    pruned(model)
+    prune.remove(model[0], "weight")
+
+
+def renewed(model):
+    model[2].weight = nn.Parameter(model[2].weight.detach() * 0.5)
+
+
+def train(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.ones(2, 6)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@on_ranks(1, 2)
+def test_what_code_in_gathered_moves_or_replaces_is_kept(stage):
+    for change in (parametrized, pruned, pruned_for_good, renewed):
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+        model = shard(copy.deepcopy(plain), stage=stage, units=[nn.Linear])
+        change(plain)
+        with gathered(model, writeback=True):
+            change(model)
+        for each in (plain, model):
+            train(each)
+        with gathered(model):
+            actual = {name: p.detach() for name, p in model.named_parameters()}
+        expected = {name: p.detach() for name, p in plain.named_parameters()}
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0, msg=change.__name__)
+
+
+def removed(model):
+    del model[0].weight
+
+
+def added(model):
+    model[0].extra = nn.Parameter(torch.ones(3))
+
+
+def reshaped(model):
+    model[0].weight = nn.Parameter(torch.ones(2, 6))
+
+
+def moved_away(model):
+    model[2].other = model[0].weight
+    del model[0]._parameters["weight"]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
+def test_what_gathered_cannot_keep_is_refused_and_the_values_stay(stage):
+    wrong = {removed: "removed", added: r"'0\.extra' was added", reshaped: "another shape",
+             moved_away: "out of its unit"}  # fmt: skip
+    for change, text in wrong.items():
+        model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+        shard(model, stage=stage, units=[nn.Linear])
+        before = [p.full_tensor().clone() for p in model.parameters()]
+        with pytest.raises(StateError, match=text), gathered(model, writeback=True):
+            change(model)
+        after = [p.full_tensor() for p in model.parameters()]
+        assert all(map(torch.equal, before, after)), change.__name__
+        train(model)
+    with pytest.raises(StateError, match="without writeback"), gathered(model):
+        renewed(model)
+
+
+# -- codes
+
+
+@pytest.mark.parametrize("storage", [torch.float32, torch.float16, torch.bfloat16])
+@on_ranks(1, 2)
+def test_codes_in_float_storage_are_never_cast_or_encoded(storage):
+    class Coded(nn.Module):
+        """Reads the bits of a weight that lies in a float dtype, as bitsandbytes' layers do."""
+
+        def __init__(self):
+            super().__init__()
+            codes = torch.arange(256, dtype=torch.uint8).repeat(4).view(storage)
+            self.codes = nn.Parameter(codes, requires_grad=False)
+            self.codes.quant_state = "a scale per block"
+            self.scale = nn.Parameter(torch.full((4,), 0.5).to(storage), requires_grad=False)
+
+        def forward(self, x):
+            seen.append((self.codes.detach().view(torch.uint8).clone(), self.scale.dtype))
+            return x * 2
+
+    expected = torch.arange(256, dtype=torch.uint8).repeat(4)
+    settings = ["fp32", "bf16", "fp16", Precision(torch.bfloat16, gather="int8")]
+    for stage in (0, 1, 3):
+        for precision in settings[: 4 if stage else 3]:
+            seen = []
+            model = nn.Sequential(Coded(), nn.Linear(4, 4))
+            shard(model, stage=stage, precision=precision, units=[])(torch.ones(2, 4))
+            assert torch.equal(seen[0][0], expected), (stage, precision)
