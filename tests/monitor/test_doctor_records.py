@@ -395,7 +395,7 @@ def test_units_of_a_toy_and_a_module_that_no_unit_can_divide_are_healthy():
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ({"kind": "end", "error": "KeyError", "phase": "forward"}, "in forward of '(root)'"),
+        ({"kind": "end", "error": "KeyError", "phase": "forward"}, "in step 1, in forward"),
         ({"kind": "end", "error": "CollectiveError", "follows": True}, ": CollectiveError"),
         ({"kind": "end", "error": "OSError", "message": "no \udc80"}, "OSError: no ?"),
         ({"kind": "begin", "process": asdict(GONE) | {"later": 1}}, "rank 0 on here died"),

@@ -10,7 +10,6 @@ loss scaler skips is part of the next one, which then counts two backward passes
 import logging
 import math
 import socket
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -31,7 +30,8 @@ from shardwise.monitor.gatherer import Gatherer, ObservedStep, Outputs, Sink
 from shardwise.monitor.gradient_checks import GradientChecks, LostUpdates
 from shardwise.monitor.lines import JsonLines
 from shardwise.monitor.memory import MemoryWatch, describe_out_of_memory
-from shardwise.monitor.metrics import IN_HALF, SKIPPED_STEPS
+from shardwise.monitor.metrics import COLLECTION_S, CORE_WAIT_S, IN_HALF, SKIPPED_STEPS
+from shardwise.monitor.pauses import Collections, CoreWait
 from shardwise.monitor.record import (
     FOLDER,
     Begin,
@@ -178,7 +178,15 @@ class Observation:
         self._values: dict[str, float] = {}
         self._last_step: ObservedStep | None = None
         casts_to_half = partial(_casts_to_half, parts.comm.device)
-        self._recorder = SpanRecorder(parts.comm.time.clock(), casts_to_half=casts_to_half)
+        clock = parts.comm.time.clock()
+        self._is_timed = clock is not None
+        self._recorder = SpanRecorder(
+            clock,
+            casts_to_half=casts_to_half,
+            records_grads=torch.is_grad_enabled,
+        )
+        self._core_wait = CoreWait()
+        self._collections = Collections()
         self._gradients = GradientChecks()
         self._lost_updates = LostUpdates(optimizers)
         self._open = ExitStack()
@@ -211,6 +219,9 @@ class Observation:
             self._open.callback(before.remove)
             self._open.callback(after.remove)
         self._memory.start()
+        self._collections.start()
+        self._open.callback(self._collections.close)
+        self._open.callback(self._core_wait.close)
         self._gatherer.start()
         self._recorder.on_error = self._look_at_error
         self._recorder.on_saved = lambda path, is_finite: self._gatherer.outputs.note(
@@ -241,10 +252,11 @@ class Observation:
         if error is None:
             return self.close()
         phase, unit = self._recorder.current_phase()
-        self._look_at_error(error, phase, unit)
+        self._look_at_error(error, phase, unit or "")
         self._detach()
         last, during = self._last_step, self._step + 1
-        self._gatherer.end(error, last, during=during, phase=phase, unit=unit)
+        place = {"phase": phase} if unit is None else {"phase": phase, "unit": unit}
+        self._gatherer.end(error, last, during=during, **place)
 
     def data(self, batches: Iterable[T]) -> Iterator[T]:
         """Yield the batches; the time until each arrives counts as data loading."""
@@ -278,7 +290,8 @@ class Observation:
                 yield
         finally:
             if not is_inner:
-                self._num_passes += _num_passes(self._parts) - before
+                more = zip(self._num_passes, _num_passes(self._parts), before, strict=True)
+                self._num_passes = tuple(then + now - was for then, now, was in more)
 
     def log(self, **values: float) -> None:
         """Record figures of the loop with a step: loss, learning rate.
@@ -312,18 +325,22 @@ class Observation:
                 torch.accelerator.synchronize(self._parts.comm.device)
             self.note(self._recovery.verdict(_LOG.warning))
         keeps_timeline = number == 2 or number % self._detail_every == 0
-        times = number == 1 or (number + 1) % min(_TIMED_EVERY, self._detail_every) == 0
-        recorded = self._recorder.cut(times_device=times)
+        samples_next = number == 2 or (number + 1) % self._detail_every == 0
+        times = self._is_timed and (
+            number == 1 or (number + 1) % min(_TIMED_EVERY, self._detail_every) == 0
+        )
+        is_detailed = samples_next or times or self._gatherer.wants_details(number + 1)
+        recorded = self._recorder.cut(times, is_detailed)
         lost, worst = self._lost_updates.take(self._step)
         num_bad, bad = self._gradients.take(self._step)
         before, self._num_passes = self._num_passes, _num_passes(self._parts)
-        passes = self._num_passes - before
+        begun, reduced = (now - then for now, then in zip(self._num_passes, before, strict=True))
         # `fully_shard` does not see that gradients are dropped, so there all passes count.
-        skipped = max((passes["begun"] or passes["reduced"]) - 1, 0)
+        skipped = max((begun or reduced) - 1, 0)
         figures = {IN_HALF: float(self._recorder.in_half), SKIPPED_STEPS: skipped}
+        figures |= {CORE_WAIT_S: self._core_wait.take_s(), COLLECTION_S: self._collections.take_s()}
         figures |= {**lost, **num_bad}
         own_lines: list[RankLine] = [*worst, *bad, *self._memory.take(self._step)]
-        samples_next = number == 2 or (number + 1) % self._detail_every == 0
         self._recorder.on_main = self._memory.sample if samples_next else None
         self._hand_over()
         values, self._values = self._values, {}
@@ -352,8 +369,10 @@ def _casts_to_half(device: torch.device) -> bool:
     )
 
 
-def _num_passes(parts: Parts) -> Counter[str]:
+def _num_passes(parts: Parts) -> tuple[int, int]:
     """Return the number of passes that began without gradients, and of reduced ones."""
-    done = [engine.backward for engine in parts.engines]  # none after the end of a run
-    begun = max((each.num_begun for each in done), default=0)
-    return Counter(begun=begun, reduced=max((each.num_reduced for each in done), default=0))
+    begun = reduced = 0
+    for engine in parts.engines:  # none after the end of a run
+        begun = max(begun, engine.backward.num_begun)
+        reduced = max(reduced, engine.backward.num_reduced)
+    return begun, reduced

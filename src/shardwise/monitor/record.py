@@ -36,6 +36,7 @@ from shardwise.monitor.lines import (
     read_lines,
     read_newest,
 )
+from shardwise.monitor.lateness import Late
 from shardwise.monitor.metrics import OverRanks, OverSteps
 from shardwise.processes import Process
 from shardwise.unit_facts import UnitFacts
@@ -103,7 +104,7 @@ class StepLine:
     each step that a rank waits for another one's messages: the few longest, if the transport
     reports them. ``bad_since[name][rank]`` is the first step in which a value logged by a rank was
     not finite, 0 if all were finite; it has the names that are bad on any rank, and gradients by
-    the name of their metric.
+    the name of their metric. ``late`` has the ranks that were late in some of these steps.
     """
 
     step: Count
@@ -115,6 +116,7 @@ class StepLine:
     bad_since: Mapping[Name, Mapping[Rank, Count]] = field(default_factory=dict)
     values_over_steps: Mapping[Name, OverSteps] = field(default_factory=dict)
     metrics_over_steps: Mapping[Name, OverSteps] = field(default_factory=dict)
+    late: Mapping[Rank, Late] = field(default_factory=dict)
 
 
 # -- lines of single ranks

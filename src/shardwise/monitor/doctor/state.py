@@ -431,7 +431,8 @@ def _describe_cause(
     step = line.step if line.during is None else line.during
     place = f"in step {step}"
     if line.phase not in (None, "outside"):
-        place += f", in {line.phase} of '{name_of_unit(line.unit or '')}'"
+        of = "" if line.unit is None else f" of '{name_of_unit(line.unit)}'"
+        place += f", in {line.phase}{of}"
     if line.follows:
         return f"communication failed {place} on rank {first}: {_describe_error(line)}", []
     for _, oom in run.lines(OutOfMemory, first):
