@@ -56,6 +56,9 @@ class Recorder(Protocol):
     def see_inputs(self, args: object, kwargs: Mapping[str, object]) -> None:
         """Receive the inputs of the model."""
 
+    def see_norm(self, norm: torch.Tensor, max_norm: float) -> None:
+        """Receive the norm of gradients before they are clipped to another one."""
+
     def saved(self, path: str, is_finite: bool) -> None:
         """Note that a checkpoint is on disk, and whether all that this rank wrote is finite."""
 

@@ -38,10 +38,11 @@ import torch.distributed as dist
 from shardwise.comm.collective_key import ranks_of, reason_of
 from shardwise.comm.control import Control, exchange_any
 from shardwise.comm.process_groups import FAILED_GROUPS
-from shardwise.device import memory_figures
+from shardwise.device import memory_figures, memory_in_use_bytes
 from shardwise.errors import CollectiveError
 from shardwise.hangs.diagnosis import call_of_error
 from shardwise.hangs.heartbeat import save_under_way
+from shardwise.host import resident_bytes
 from shardwise.monitor import metrics as m
 from shardwise.monitor.doctor import LiveDoctor
 from shardwise.monitor.lateness import late_over_ranks, parts_of
@@ -49,6 +50,7 @@ from shardwise.monitor.lines import JsonLines
 from shardwise.monitor.memory import is_out_of_memory
 from shardwise.monitor.record import (
     End,
+    NoGradient,
     OtherSave,
     RankLine,
     RunFacts,
@@ -61,6 +63,7 @@ from shardwise.names import MAIN
 
 _LOG = logging.getLogger("shardwise")
 _LOOK_S = 0.2  # between looks for new steps
+_MAX_NAMED = 8  # parameters of a line
 _MAX_MESSAGE = 1000  # characters of an error
 _FIRST_STEPS = 10  # each of which is a line
 _MAX_WAITED_FOR = 4  # ranks for which a rank has waited, that it sends
@@ -77,9 +80,11 @@ class ObservedStep(NamedTuple):
     step: int
     recorded: Recorded
     values: dict[str, float]  # logged by the loop until the step is handed over
-    figures: Figures
+    figures: Mapping[str, float | torch.Tensor]  # a tensor is read behind the training
     own_lines: Sequence[RankLine] = ()
     keeps_timeline: bool = False
+    digest: int | None = None  # of the inputs, of a step that was checked
+    idle: Sequence[str] | None = None  # parameters without a gradient on this rank, likewise
 
 
 class Gatherer:
@@ -96,7 +101,10 @@ class Gatherer:
         outputs: "Outputs",
         every: int | None,
         device: torch.device,
+        params: Mapping[str, tuple[int, bool]],
     ) -> None:
+        """``params`` has the elements of each parameter, and whether it is trained."""
+        self._numels = params
         self.outputs, self.rank = outputs, control.rank
         self.latest: StepLine | None = None
         self._control, self._facts = control, facts
@@ -110,6 +118,7 @@ class Gatherer:
         # What follows is the thread's.
         self._device = device
         self._sampler = Sampler(every)
+        self._digests: set[int] = set()  # of inputs so far
         self._begin_line()
         self._last_step = 0
         self._saves: defaultdict[str, float] = defaultdict(float)  # by torch's calls, since then
@@ -125,6 +134,8 @@ class Gatherer:
         self._tokens: list[int] = []
         self._waited_for: defaultdict[int, float] = defaultdict(float)  # seconds by global rank
         self._num_detailed = 0
+        self._inputs: dict[int, int] = {}  # digests by step
+        self._idle: tuple[int, Sequence[str]] | None = None  # step, parameters without a gradient
         self._bad_since: dict[str, int] = {}  # as in `StepLine`
 
     def wants_details(self, number: int) -> bool:
@@ -225,7 +236,14 @@ class Gatherer:
             parts = m.main_metrics(recorded.main_s, recorded.seconds)
             # A root without hooks would leave the time of its units out.
             self._sampler.needs_details |= "forward" not in recorded.main_s
-        parts = {**parts, m.PAUSED_S: recorded.paused_s, **step.figures}
+        figures = {name: float(value) for name, value in step.figures.items()}
+        parts = {**parts, m.PAUSED_S: recorded.paused_s, **figures}
+        if step.digest is not None:
+            # The same batch again says nothing about ranks.
+            self._inputs[number] = 0 if step.digest in self._digests else step.digest
+            self._digests.add(step.digest)
+        if step.idle is not None:
+            self._idle = number, step.idle
         self._parts.append(parts)
         self._sampler.take({**told, **parts, m.BAD_VALUES: bad}, detail, is_rare)
         self._num_detailed += recorded.is_detailed
@@ -233,7 +251,7 @@ class Gatherer:
             with suppress(KeyError, ValueError):  # a group that is gone
                 self._waited_for[ranks_of(group)[peer]] += seconds
         self._values.update(values)
-        num_bad, looked_at = step.figures.get(m.BAD_GRADIENTS), dict(values)
+        num_bad, looked_at = figures.get(m.BAD_GRADIENTS), dict(values)
         if num_bad is not None:
             looked_at[m.BAD_GRADIENTS] = math.inf if num_bad else 0
         for name, value in looked_at.items():
@@ -272,6 +290,8 @@ class Gatherer:
             m.MAX_ACTIVE_GIB: memory.peak_bytes / m.GIB,
             m.MAX_RESERVED_GIB: memory.reserved_bytes / m.GIB,
             m.MAX_ACTIVE_SHARE: 100 * memory.peak_bytes / memory.capacity_bytes,
+            m.IN_USE_GIB: memory_in_use_bytes(self._device) / m.GIB,
+            m.HOST_GIB: (resident_bytes() or 0) / m.GIB,
             m.RETRIES: memory.num_retries,
             m.OOMS: memory.num_ooms,
         }
@@ -290,10 +310,15 @@ class Gatherer:
             "waited_for": {r: 1e3 * s / max(self._num_detailed, 1) for r, s in longest},
             "bad_since": self._bad_since,
             "tokens": tokens,
+            "inputs": self._inputs,
+            "idle": self._idle,
         }
         rows = [json.loads(row) for row in exchange_any(self._control, json.dumps(mine).encode())]
         for row, found in zip(rows, m.tokens_over_ranks([r["tokens"] for r in rows]), strict=False):
             row["metrics"] |= found
+        for row, share in zip(rows, m.shared_inputs([r["inputs"] for r in rows]), strict=True):
+            row["metrics"] |= {} if share is None else {m.SHARED_INPUTS_SHARE: share}
+        self._note_idle([row["idle"] for row in rows])
         metrics = m.over_ranks([row["metrics"] for row in rows])
         waited_for = {
             rank: {int(other): ms for other, ms in row["waited_for"].items()}
@@ -321,6 +346,26 @@ class Gatherer:
         self._begin_line()
         if self._control.rank == 0:
             self.outputs.write(self.latest)
+
+
+    def _note_idle(self, rows: Sequence[tuple[int, Sequence[str]] | None]) -> None:
+        """Note the parameters that have a gradient on no rank, of a step that all have checked."""
+        checked = [row for row in rows if row is not None]
+        if len(checked) < len(rows) or len({step for step, _ in checked}) > 1:
+            return
+        shared = set[str].intersection(*(set(names) for _, names in checked))
+        step, names = checked[0][0], [name for name in checked[0][1] if name in shared]
+        numels = self._numels
+        told = sum(numels.get(name, (0, False))[0] for name in names)
+        whole = sum(numel for numel, _ in numels.values()) or 1
+        trained = sum(numels[name][1] for name in names if name in numels)
+        self.outputs.note(NoGradient(step, names[:_MAX_NAMED], len(names), told / whole, trained))
+
+    def note_end(self, error: BaseException | None) -> None:
+        """Write the end of a run that was not closed, as the program ends."""
+        told = {"error": None} if error is None else dict(_describe_error(error))
+        step, now_s = max(self._last_step, 1), round(time.time(), 3)
+        self.outputs.note(End(step, unix_s=now_s, **told))  # type: ignore[arg-type]
 
 
 def _describe_error(error: BaseException) -> Mapping[str, str | bool]:

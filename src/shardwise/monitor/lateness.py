@@ -19,7 +19,7 @@ from shardwise.monitor.lines import Amount, Count, Name
 
 # Parts of a step that are the rank's own, by their figure; waits for a core are taken from them.
 OWN_PARTS = (m.COMPUTE_S, m.DATA_S, m.OUTSIDE_S, m.STALL_S)
-PARTS = (*OWN_PARTS, m.CORE_WAIT_S, m.COLLECTION_S)
+PARTS = (*OWN_PARTS, m.CORE_WAIT_S, m.COLLECTIONS)
 _TICKS_PER_S = 10_000
 _MOST_NUMBERS = 8192  # that all ranks send about a line
 _LATE_SHARE = 0.1  # of a step
@@ -71,8 +71,8 @@ def late_over_ranks(rows: Sequence[Parts]) -> dict[int, Late]:
             if name != m.CORE_WAIT_S
         }
         cause = max(OWN_PARTS, key=longer.__getitem__)
-        if 2 * longer[m.COLLECTION_S] > more:  # it lies inside of another part
-            cause = m.COLLECTION_S
+        if longer[m.COLLECTIONS] > 0 and cause != m.DATA_S:  # inside of another part
+            cause = m.COLLECTIONS
         found[late][cause] += more
         counts[late] += 1
         longest[late] = max(longest[late], more)

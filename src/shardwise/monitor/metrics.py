@@ -28,7 +28,13 @@ OUTSIDE_S, OPTIMIZER_S = "time_metrics/outside(s)", "time_metrics/optimizer(s)"
 COMPUTE_S, RECOMPUTE_S = "time_metrics/compute(s)", "time_metrics/recompute(s)"
 FORWARD_S, BACKWARD_S = "time_metrics/forward(s)", "time_metrics/backward(s)"
 EVALUATION_S, PAUSED_S = "time_metrics/evaluation(s)", "time_metrics/paused(s)"
-COLLECTION_S = "host/garbage_collection(s)"
+COLLECTIONS = "host/garbage_collections"
+READS, DROPOUTS_OFF_SHARE = "host/reads_of_values", "numbers/dropouts_off(%)"
+KEPT_GRADIENTS = "numbers/kept_gradients"
+GRAD_NORM, MAX_NORM = "numbers/gradient_norm", "numbers/clipped_to"
+LEARNING_RATE, LOSS_SCALE = "optimizer/learning_rate", "optimizer/loss_scale"
+SHARED_INPUTS_SHARE = "data/shared_inputs(%)"
+IN_USE_GIB, HOST_GIB = "memory/in_use(GiB)", "memory/host(GiB)"
 STALL_S, SAVE_S, LOAD_S = "checkpoint/stall(s)", "checkpoint/save(s)", "checkpoint/load(s)"
 # Copies of offloaded state; each kind is a line of work.
 TRANSFERS = ("to_device", "to_host", "disk_read", "disk_write")
@@ -209,6 +215,21 @@ def tokens_over_ranks(tokens: Sequence[list[int]]) -> list[dict[str, float]]:
     return [
         {TOKENS: statistics.fmean(row), TOKENS_BEHIND_SHARE: 100 * (longest / sum(row) - 1)}
         for row in rows
+    ]
+
+
+def shared_inputs(digests: Sequence[Mapping[str, int]]) -> list[float | None]:
+    """Return by rank the share of checked steps whose inputs another rank had too, per cent.
+
+    ``digests`` are by rank and step; a digest of 0 has been seen before. None: not checked.
+    """
+    common = set.intersection(*(set(row) for row in digests))
+    if not common or len(digests) == 1:
+        return [None] * len(digests)
+    of_step = {step: [row[step] for row in digests] for step in common}
+    return [
+        100 * statistics.fmean(row[step] != 0 and of_step[step].count(row[step]) > 1 for step in common)
+        for row in digests
     ]
 
 

@@ -160,6 +160,7 @@ class SpanRecorder:
         self.on_saved: Callable[[str, bool], None] | None = None
         # Called at each event of MAIN in steps with details; and with the model's inputs.
         self.on_main: Callable[[str, str], None] | None = None
+        self.on_norm: Callable[[Tensor, float], None] | None = None
         self.on_inputs: Callable[[object, Mapping[str, object]], None] | None = None
 
     def _clock(self) -> float:
@@ -272,6 +273,11 @@ class SpanRecorder:
             self.in_half = self.in_half or self._casts_to_half()
             if self.on_inputs is not None:
                 self.on_inputs(args, kwargs)
+
+    def see_norm(self, norm: Tensor, max_norm: float) -> None:
+        """Pass on the norm of gradients before they are clipped."""
+        if self.on_norm is not None:
+            self.on_norm(norm, max_norm)
 
     def saved(self, path: str, is_finite: bool) -> None:
         """Pass on the event that a checkpoint is on disk."""
