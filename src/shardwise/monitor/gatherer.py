@@ -26,11 +26,11 @@ import statistics
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from heapq import nlargest
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -309,6 +309,7 @@ class Gatherer:
             "metrics": {**self._sampler.mean(), **self._gauges()},
             "waited_for": {r: 1e3 * s / max(self._num_detailed, 1) for r, s in longest},
             "bad_since": self._bad_since,
+            "logged_at": self._steps_of_seldom() if any(self._bad_since.values()) else {},
             "tokens": tokens,
             "inputs": self._inputs,
             "idle": self._idle,
@@ -324,12 +325,7 @@ class Gatherer:
             rank: {int(other): ms for other, ms in row["waited_for"].items()}
             for rank, row in enumerate(rows)
         }
-        bad_since = {
-            name: {
-                r: row["bad_since"][name] for r, row in enumerate(rows) if name in row["bad_since"]
-            }
-            for name in sorted({n for row in rows for n, bad in row["bad_since"].items() if bad})
-        }
+        bad_since = _bad_over_ranks(rows)
         self.latest = StepLine(
             step,
             num_steps,
@@ -347,6 +343,13 @@ class Gatherer:
         if self._control.rank == 0:
             self.outputs.write(self.latest)
 
+    def _steps_of_seldom(self) -> dict[str, list[int]]:
+        """Return the steps of values that were not logged in every step of the line."""
+        found: dict[str, list[int]] = {}
+        for number, values in self._logged:
+            for name in values:
+                found.setdefault(name, []).append(number)
+        return {n: steps for n, steps in found.items() if len(steps) < len(self._logged)}
 
     def _note_idle(self, rows: Sequence[tuple[int, Sequence[str]] | None]) -> None:
         """Note the parameters that have a gradient on no rank, of a step that all have checked."""
@@ -366,6 +369,24 @@ class Gatherer:
         told = {"error": None} if error is None else dict(_describe_error(error))
         step, now_s = max(self._last_step, 1), round(time.time(), 3)
         self.outputs.note(End(step, unix_s=now_s, **told))  # type: ignore[arg-type]
+
+
+def _bad_over_ranks(rows: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[int, int]]:
+    """Return ``bad_since`` of a line.
+
+    A rank that logs a value seldom, and not in the first bad step, says nothing about that step, so
+    it is left out.
+    """
+    found = {}
+    for name in sorted({n for row in rows for n, bad in row["bad_since"].items() if bad}):
+        first = min(bad for row in rows if (bad := row["bad_since"].get(name)))
+        found[name] = {
+            rank: row["bad_since"][name]
+            for rank, row in enumerate(rows)
+            if name in row["bad_since"]
+            and (row["bad_since"][name] == first or first in row["logged_at"].get(name, [first]))
+        }
+    return found
 
 
 def _describe_error(error: BaseException) -> Mapping[str, str | bool]:

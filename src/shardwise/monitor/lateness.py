@@ -28,7 +28,7 @@ Parts = Mapping[str, Sequence[int]]  # ticks of each step
 
 @dataclass(frozen=True)
 class Late:
-    """The steps of a line in which a rank was late, and its late seconds by the part that caused it.
+    """The steps of a line in which a rank was late, and its late seconds by cause.
 
     ``longest_s`` is the latest step's.
     """
@@ -52,9 +52,9 @@ def late_over_ranks(rows: Sequence[Parts]) -> dict[int, Late]:
         return {}
     nothing = [0] * num_steps
     by_part = {name: [row.get(name, nothing) for row in rows] for name in PARTS}
-    found: dict[int, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    found: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     counts: dict[int, int] = defaultdict(int)
-    longest: dict[int, int] = defaultdict(int)
+    longest: dict[int, float] = defaultdict(float)
     for step in range(num_steps):
         of_step = {name: [row[step] for row in part] for name, part in by_part.items()}
         own = [

@@ -59,7 +59,7 @@ class LoopChecks:
         self._optimizers, self._units, self._dropouts = (), [], []
 
     def is_due(self, number: int) -> bool:
-        """Tell whether a step, counted from 1, is to be checked. **State** call it once for each."""
+        """Tell whether a step, counted from 1, is to be checked; call it once for each."""
         if number < self._next:
             return False
         self._last, self._next = self._next, max(_SECOND, self._next + self._last)
@@ -90,10 +90,13 @@ class LoopChecks:
         """Take a digest of the inputs, and count dropouts that are off."""
         self._num_inputs += 1
         tensors = list(_tensors_in((args, kwargs)))[:_MOST_TENSORS]
+        if tensors:  # the first has the samples: token ids, or features in its last dim
+            features = tensors[0].shape[-1] if tensors[0].is_floating_point() else 1
+            self._figures[m.ROWS] = tensors[0].numel() / max(features, 1)
         for tensor in tensors:
             self._digest = _add_to_digest(self._digest or 0, tensor)
         if self._dropouts:
-            off = sum(not module.training or not getattr(module, name) for module, name in self._dropouts)
+            off = sum(not part.training or not getattr(part, p) for part, p in self._dropouts)
             self._figures[m.DROPOUTS_OFF_SHARE] = 100 * off / len(self._dropouts)
 
     def see_phase(self, phase: str, unit: str) -> None:

@@ -30,6 +30,7 @@ FORWARD_S, BACKWARD_S = "time_metrics/forward(s)", "time_metrics/backward(s)"
 EVALUATION_S, PAUSED_S = "time_metrics/evaluation(s)", "time_metrics/paused(s)"
 COLLECTIONS = "host/garbage_collections"
 READS, DROPOUTS_OFF_SHARE = "host/reads_of_values", "numbers/dropouts_off(%)"
+ROWS = "data/rows_of_a_pass"
 KEPT_GRADIENTS = "numbers/kept_gradients"
 GRAD_NORM, MAX_NORM = "numbers/gradient_norm", "numbers/clipped_to"
 LEARNING_RATE, LOSS_SCALE = "optimizer/learning_rate", "optimizer/loss_scale"
@@ -226,11 +227,12 @@ def shared_inputs(digests: Sequence[Mapping[str, int]]) -> list[float | None]:
     common = set.intersection(*(set(row) for row in digests))
     if not common or len(digests) == 1:
         return [None] * len(digests)
-    of_step = {step: [row[step] for row in digests] for step in common}
-    return [
-        100 * statistics.fmean(row[step] != 0 and of_step[step].count(row[step]) > 1 for step in common)
-        for row in digests
-    ]
+    num_new = [0] * len(digests)
+    for step in common:
+        of_step = [row[step] for row in digests]
+        for rank, digest in enumerate(of_step):
+            num_new[rank] += digest != 0 and of_step.count(digest) > 1
+    return [100 * number / len(common) for number in num_new]
 
 
 def mean_of(steps: Sequence[tuple[float, Mapping[str, float]]]) -> dict[str, float]:

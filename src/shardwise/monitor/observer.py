@@ -26,6 +26,7 @@ from shardwise.checkpoint.save_load import Loaded
 from shardwise.comm.control import Control, exchange_any
 from shardwise.comm.torch_collectives import TORCH_CALLS
 from shardwise.errors import ConfigError
+from shardwise.monitor import metrics as m
 from shardwise.monitor.describe import facts_of
 from shardwise.monitor.doctor import LiveDoctor
 from shardwise.monitor.findings import Finding
@@ -34,7 +35,6 @@ from shardwise.monitor.gradient_checks import GradientChecks, LostUpdates
 from shardwise.monitor.lines import MAX_NAME, JsonLines
 from shardwise.monitor.loop_checks import LoopChecks
 from shardwise.monitor.memory import MemoryWatch, describe_out_of_memory
-from shardwise.monitor import metrics as m
 from shardwise.monitor.pauses import Collections, CoreWait
 from shardwise.monitor.record import (
     FOLDER,
@@ -318,7 +318,8 @@ class Observation:
         finally:
             if not is_inner:
                 more = zip(self._num_passes, _num_passes(self._parts), before, strict=True)
-                self._num_passes = tuple(then + now - was for then, now, was in more)
+                begun, reduced = (then + now - was for then, now, was in more)
+                self._num_passes = begun, reduced
 
     def log(self, **values: float) -> None:
         """Record figures of the loop with a step: loss, learning rate.

@@ -24,6 +24,7 @@ from pydantic import Field
 from shardwise.checkpoint.files import replacing
 from shardwise.errors import ConfigError
 from shardwise.keys import checked_value, read_json, shown
+from shardwise.monitor.lateness import Late
 from shardwise.monitor.lines import (
     MAX_RANKS,
     Amount,
@@ -36,7 +37,6 @@ from shardwise.monitor.lines import (
     read_lines,
     read_newest,
 )
-from shardwise.monitor.lateness import Late
 from shardwise.monitor.metrics import OverRanks, OverSteps
 from shardwise.processes import Process
 from shardwise.unit_facts import UnitFacts

@@ -21,7 +21,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from shardwise.monitor import metrics as m
 from shardwise.monitor.record import SkippedSteps
 
-
 _TOLD_SKIPPED = (8, 16, 32, 64)  # steps in a row
 
 
@@ -89,7 +88,7 @@ class StepCalls:
             if cell is not None:
                 cell.cell_contents = clip
 
-        torch.amp.GradScaler.step = scaled  # type: ignore[method-assign]
+        torch.amp.GradScaler.step = scaled  # type: ignore
         if cell is not None:
             cell.cell_contents = clipped
         return restore
@@ -164,7 +163,9 @@ def idle_scheduler(optimizers: Sequence[torch.optim.Optimizer]) -> str | None:
     if not scheduled:
         return None
     owners = gc.get_referrers(*scheduled)
-    owners += [each for owner in owners if isinstance(owner, dict) for each in gc.get_referrers(owner)]
+    owners += [
+        each for owner in owners if isinstance(owner, dict) for each in gc.get_referrers(owner)
+    ]
     found = [owner for owner in owners if isinstance(owner, LRScheduler)]
     # The constructor counts as one step.
     if any(getattr(each, "_step_count", 0) > 1 or each.last_epoch > 0 for each in found):
