@@ -72,6 +72,7 @@ _LOOKED_AT_S, _LINE_S = 1.0, 2.0
 _LINE_STEPS = 10  # at least, and of which a line has a multiple
 _LONG = 1.5  # times the mean step of the last line
 Figures = Mapping[str, float]
+Idle = Mapping[str, bool]  # names of parameters, and whether they require a gradient
 
 
 class ObservedStep(NamedTuple):
@@ -84,7 +85,7 @@ class ObservedStep(NamedTuple):
     own_lines: Sequence[RankLine] = ()
     keeps_timeline: bool = False
     digest: int | None = None  # of the inputs, of a step that was checked
-    idle: Sequence[str] | None = None  # parameters without a gradient on this rank, likewise
+    idle: Idle | None = None  # parameters without a gradient on this rank, likewise
 
 
 class Gatherer:
@@ -101,9 +102,9 @@ class Gatherer:
         outputs: "Outputs",
         every: int | None,
         device: torch.device,
-        params: Mapping[str, tuple[int, bool]],
+        params: Mapping[str, int],
     ) -> None:
-        """``params`` has the elements of each parameter, and whether it is trained."""
+        """``params`` has the number of elements of each parameter."""
         self._numels = params
         self.outputs, self.rank = outputs, control.rank
         self.latest: StepLine | None = None
@@ -135,16 +136,17 @@ class Gatherer:
         self._waited_for: defaultdict[int, float] = defaultdict(float)  # seconds by global rank
         self._num_detailed = 0
         self._inputs: dict[int, int] = {}  # digests by step
-        self._idle: tuple[int, Sequence[str]] | None = None  # step, parameters without a gradient
+        self._idle: tuple[int, Idle] | None = None  # step, parameters without a gradient
         self._bad_since: dict[str, int] = {}  # as in `StepLine`
 
     def wants_details(self, number: int) -> bool:
         """Tell whether a step, counted from 1, should have details; see `Sampler`."""
         return self._sampler.wants_details(number)
 
-    def start(self) -> None:
-        """Start the thread."""
+    def start(self) -> int | None:
+        """Start the thread; return its number in the system."""
         self._thread.start()
+        return self._thread.native_id
 
     def take(self, step: ObservedStep) -> None:
         """Take over a step; dropped after an error. **Raises** the error of an earlier one."""
@@ -351,24 +353,23 @@ class Gatherer:
                 found.setdefault(name, []).append(number)
         return {n: steps for n, steps in found.items() if len(steps) < len(self._logged)}
 
-    def _note_idle(self, rows: Sequence[tuple[int, Sequence[str]] | None]) -> None:
+    def _note_idle(self, rows: Sequence[tuple[int, Idle] | None]) -> None:
         """Note the parameters that have a gradient on no rank, of a step that all have checked."""
         checked = [row for row in rows if row is not None]
         if len(checked) < len(rows) or len({step for step, _ in checked}) > 1:
             return
         shared = set[str].intersection(*(set(names) for _, names in checked))
-        step, names = checked[0][0], [name for name in checked[0][1] if name in shared]
-        numels = self._numels
-        told = sum(numels.get(name, (0, False))[0] for name in names)
-        whole = sum(numel for numel, _ in numels.values()) or 1
-        trained = sum(numels[name][1] for name in names if name in numels)
-        self.outputs.note(NoGradient(step, names[:_MAX_NAMED], len(names), told / whole, trained))
+        step, idle = checked[0]
+        names = [name for name in idle if name in shared]
+        share = sum(self._numels.get(name, 0) for name in names) / sum(self._numels.values())
+        trained = sum(idle[name] for name in names)
+        self.outputs.note(NoGradient(step, names[:_MAX_NAMED], len(names), share, trained))
 
     def note_end(self, error: BaseException | None) -> None:
         """Write the end of a run that was not closed, as the program ends."""
         told = {"error": None} if error is None else dict(_describe_error(error))
         step, now_s = max(self._last_step, 1), round(time.time(), 3)
-        self.outputs.note(End(step, unix_s=now_s, **told))  # type: ignore[arg-type]
+        self.outputs.note(End(step, unix_s=now_s, **told))
 
 
 def _bad_over_ranks(rows: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[int, int]]:

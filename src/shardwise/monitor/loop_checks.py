@@ -49,7 +49,7 @@ class LoopChecks:
     def _clear(self) -> None:
         self._figures: dict[str, float] = {}
         self._digest: int | None = None
-        self._idle: list[str] | None = None
+        self._idle: dict[str, bool] | None = None
         self._num_reads = self._num_inputs = 0
         self._looked_back = False
 
@@ -77,7 +77,7 @@ class LoopChecks:
         elif was and not is_checked and getattr(sys.getprofile(), "__self__", None) is self:
             sys.setprofile(None)
 
-    def take(self) -> tuple[Mapping[str, float], int | None, list[str] | None]:
+    def take(self) -> tuple[Mapping[str, float], int | None, dict[str, bool] | None]:
         """End a step; see the class."""
         if not self._checked:
             return {}, None, None
@@ -114,7 +114,7 @@ class LoopChecks:
         """Find the parameters of an optimizer that have no gradient here, before its step."""
         if not self._checked:
             return
-        found: list[str] = self._idle if self._idle is not None else []
+        found = self._idle if self._idle is not None else {}
         of_param = {id(p): p.name for u in self._units for p in u.params}
         locals_of: list[tuple[str, torch.Tensor]] = []
         for group in optimizer.param_groups:
@@ -125,11 +125,11 @@ class LoopChecks:
                 grad = param.grad
                 local = elements_of(grad) if isinstance(grad, DTensor) else grad
                 if local is None or not local.numel():
-                    found.append(name)  # another rank may have it
+                    found[name] = param.requires_grad  # another rank may have one
                 else:
                     locals_of.append((name, local))
-        found += _zeros_of(locals_of)
-        self._idle = found[:_MAX_NAMED]
+        found |= dict.fromkeys(_zeros_of(locals_of), True)
+        self._idle = dict([*found.items()][:_MAX_NAMED])
 
     def _count_reads(self, frame: FrameType, event: str, called: object) -> None:
         if (

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Self, TypeVar
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from shardwise.checkpoint.all_ranks import on_all_ranks
 from shardwise.checkpoint.save_load import Loaded
@@ -50,7 +51,7 @@ from shardwise.monitor.record import (
 )
 from shardwise.monitor.recovery import Recovery, StartClock
 from shardwise.monitor.spans import SpanRecorder
-from shardwise.monitor.torch_steps import STEP_CALLS, StepFigures, idle_scheduler
+from shardwise.monitor.torch_steps import STEP_CALLS, StepFigures, is_stepped, schedulers_of
 from shardwise.names import MAIN
 from shardwise.parallel.parts import Model, Optimizer, Parts
 from shardwise.processes import own_process
@@ -133,7 +134,7 @@ def observe(
         return Outputs(rank, steps, own, doctor, sinks if rank == 0 else ())
 
     outputs = on_all_ranks(control, open_files)  # an error of one rank is raised on all
-    params = {p.name: (prod(p.shape), p.is_trained) for u in parts.units for p in u.params}
+    params = {p.name: prod(p.shape) for u in parts.units for p in u.params}
     gatherer = Gatherer(control, facts, outputs, every, parts.comm.device, params)
     return Observation(parts, optimizers, facts, gatherer, done, detail_every, recovery)
 
@@ -202,7 +203,8 @@ class Observation:
             optimizers, lambda: self._step, lambda: self._recorder.is_detailed, self.note
         )
         self._num_epochs = 0
-        self._scheduler_is_known = False
+        self._schedulers: list[LRScheduler] = []
+        self._knows_schedulers = False
         self._open = ExitStack()
         self._memory = MemoryWatch(parts, optimizers, facts, gatherer.rank)
 
@@ -236,7 +238,7 @@ class Observation:
             self._open.callback(after.remove)
         self._memory.start()
         self._open.callback(self._core_wait.close)
-        self._gatherer.start()
+        self._core_wait.add(self._gatherer.start())
         self._recorder.on_error = self._look_at_error
         self._recorder.on_saved = lambda path, is_finite: self._gatherer.outputs.note(
             Save(max(self._step, 1), path, is_finite)
@@ -265,6 +267,7 @@ class Observation:
         self._exit.cancel()
         self._open.close()
         self._checks.clear()
+        self._schedulers.clear()
         self._step_figures.clear()
         self._recorder.on_main = self._recorder.on_inputs = None
         self._parts.engines, self._optimizers = [], ()
@@ -376,7 +379,10 @@ class Observation:
                 figures |= some
         own_lines: list[RankLine] = [*worst, *bad, *self._memory.take(self._step)]
         self._watch(samples_next, checks_next)
-        if checks_next and self._num_epochs:
+        if checks_next and not self._knows_schedulers:
+            self._schedulers = schedulers_of(self._optimizers)
+            self._knows_schedulers = bool(self._schedulers)
+        elif checks_next and self._num_epochs:
             self._look_for_idle_scheduler()
         self._hand_over()
         values, self._values = self._values, {}
@@ -399,14 +405,13 @@ class Observation:
             self._checks.begin(checks)
 
     def _look_for_idle_scheduler(self) -> None:
-        """Note a scheduler that was not stepped, after an epoch or at the end of a run."""
-        if self._scheduler_is_known or self._num_observed < _SCHEDULED_STEPS:
-            return
-        name = idle_scheduler(self._optimizers)
-        self._scheduler_is_known = True
-        if name is not None:
-            rate = float(self._optimizers[0].param_groups[0].get("lr", 0.0))
-            self.note(IdleScheduler(max(self._step, 1), name[:MAX_NAME], rate))
+        """Note schedulers that were not stepped, after an epoch or at the end of a run."""
+        if self._schedulers and self._num_observed >= _SCHEDULED_STEPS:
+            schedulers, self._schedulers = self._schedulers, []
+            if not any(map(is_stepped, schedulers)):
+                name = type(schedulers[0]).__name__
+                rate = float(self._optimizers[0].param_groups[0].get("lr", 0.0))
+                self.note(IdleScheduler(max(self._step, 1), name[:MAX_NAME], rate))
 
     def _figures_of_passes(self) -> dict[str, float]:
         """Return the figures of skipped steps, of the learning rate and of autocast."""

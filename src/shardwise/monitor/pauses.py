@@ -9,17 +9,24 @@ _ALL = 2  # the oldest generation
 
 
 class CoreWait:
-    """How long the thread that made it has waited for a core.
+    """How long the thread that made it has waited for a core, and a thread that it waits for.
+
+    That is the observer's own: where cores are short it may lose its core while it has Python's
+    lock.
 
     **Source** Linux, Documentation/scheduler/sched-stats.rst: time on the run queue, in ns. Zero on
-    other systems. **Cost** a few microseconds for each reading, as the file stays open.
+    other systems. **Cost** a few microseconds for each reading, as the files stay open.
     """
 
     def __init__(self) -> None:
-        self._file: int | None = None
-        path = f"/proc/self/task/{threading.get_native_id()}/schedstat"
+        self._files: list[int] = []
+        self.add(threading.get_native_id())
+
+    def add(self, thread: int | None) -> None:
+        """Count the waits of another thread too, by its `threading.Thread.native_id`."""
         with suppress(OSError):
-            self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            path = f"/proc/self/task/{thread}/schedstat"
+            self._files.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
         self._before_ns = self._read_ns()
 
     def take_s(self) -> float:
@@ -28,16 +35,17 @@ class CoreWait:
         return max(self._before_ns - before_ns, 0) / 1e9
 
     def close(self) -> None:
-        """Close the file."""
-        file, self._file = self._file, None
-        if file is not None:
+        """Close the files."""
+        files, self._files = self._files, []
+        for file in files:
             os.close(file)
 
     def _read_ns(self) -> int:
-        if self._file is not None:
+        found = 0
+        for file in self._files:
             with suppress(OSError, ValueError, IndexError):
-                return int(os.pread(self._file, 80, 0).split()[1])
-        return 0
+                found += int(os.pread(file, 80, 0).split()[1])
+        return found
 
 
 class Collections:

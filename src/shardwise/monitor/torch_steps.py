@@ -151,23 +151,21 @@ class StepFigures:
         self._optimizer = None
 
 
-def idle_scheduler(optimizers: Sequence[torch.optim.Optimizer]) -> str | None:
-    """Return the class of a scheduler of which no call of ``step()`` is known; None without one.
+def schedulers_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[LRScheduler]:
+    """Return the learning rate schedulers of optimizers.
 
-    An optimizer does not know its scheduler. The scheduler has left the first rate in the groups.
+    An optimizer does not know its scheduler, which has left the first rate in its groups.
 
     **Cost** looks at all of Python's objects, some milliseconds to a tenth of a second, if there is
     a scheduler.
     """
     scheduled = [o for o in optimizers if any("initial_lr" in group for group in o.param_groups)]
-    if not scheduled:
-        return None
-    owners = gc.get_referrers(*scheduled)
-    owners += [
-        each for owner in owners if isinstance(owner, dict) for each in gc.get_referrers(owner)
-    ]
-    found = [owner for owner in owners if isinstance(owner, LRScheduler)]
-    # The constructor counts as one step.
-    if any(getattr(each, "_step_count", 0) > 1 or each.last_epoch > 0 for each in found):
-        return None
-    return type(found[0]).__name__ if found else "scheduler"
+    owners = gc.get_referrers(*scheduled) if scheduled else []
+    dicts = [owner for owner in owners if isinstance(owner, dict)]
+    owners += gc.get_referrers(*dicts) if dicts else []
+    return [owner for owner in owners if isinstance(owner, LRScheduler)]
+
+
+def is_stepped(scheduler: LRScheduler) -> bool:
+    """Tell whether ``step()`` was called; the constructor counts as one call."""
+    return getattr(scheduler, "_step_count", 0) > 1 or scheduler.last_epoch > 0

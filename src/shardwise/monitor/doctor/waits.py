@@ -24,9 +24,10 @@ _FITS = 70.0  # percent of the device
 _SLOW_RATE, _MIN_AXIS_MIB = 0.3, 1.0
 _SLOW_LINK, _TIMES_OTHERS, _LINK_LINES = 0.1, 3.0, 0.6
 _SKEW = 0.1  # of the step
+_LATE_STEPS = 12  # at least, before a rank is late in some of them
 _LATE_LINES, _LATE_SHARE = 3, 0.25  # of those judged: fewer may be chance
 _EXPLAINS = 0.5  # of the skew, by the phase that takes longest on the rank
-_LATE_OF_RUN, _DOMINATES, _ALMOST_ALL = 0.05, 3.0, 0.8
+_LATE_OF_RUN, _DOMINATES, _ALMOST_ALL = 0.04, 3.0, 0.8
 _UNEVEN_WEIGHTS = 0.25
 _DATA = 0.1  # of the step
 _SLOW_LINES = 0.2  # of the lines
@@ -237,8 +238,8 @@ def latest_rank(e: Evidence, *causes: str) -> tuple[int, float, int] | None:
     rank, *rest = sorted(seconds, key=lambda each: -seconds[each])
     late_s, count = seconds[rank], counts[rank]
     second_s = max((seconds[other] for other in rest), default=0.0)
-    whole_s = total(e.warm_lines, m.STEP_S, "median")
-    is_rare = count < _LATE_LINES or late_s < _LATE_OF_RUN * whole_s
+    steps, whole_s = _size_of(e.warm_lines)
+    is_rare = count < _LATE_LINES or steps < _LATE_STEPS or late_s < _LATE_OF_RUN * whole_s
     if is_rare or late_s < _DOMINATES * second_s or late_s / count < e.noise_s:
         return None
     return rank, late_s, count
@@ -271,7 +272,10 @@ def _by_late_steps(e: Evidence) -> Finding | None:
 
 
 def _size_of(lines: Lines) -> tuple[int, float]:
-    return count_steps(lines), total(lines, m.STEP_S, "median")
+    """Return the number of steps, and their seconds without waits for a core."""
+    whole_s = total(lines, m.STEP_S, "median")
+    waits = [line for line in lines if m.CORE_WAIT_S in line.metrics]
+    return count_steps(lines), max(whole_s - total(waits, m.CORE_WAIT_S, "median"), 0.1 * whole_s)
 
 
 def _by_core_waits(e: Evidence) -> Finding | None:
