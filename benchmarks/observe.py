@@ -12,8 +12,8 @@ by itself, and a long run has few of them. Of the ratio within each two rounds t
 median with the interval that holds it at 95 % (the order statistics of a sign test).
 
 What the observer's own thread does falls into steps of both chains, so it is counted apart, in CPU
-seconds; "in all" adds it to the mean step, as if no core had been free for it. Target: less than
-0.5 % of a step.
+seconds; "CPU in all" adds it to the CPU seconds of the mean step. Target: at most 0.5 % at steps of
+25 ms. To compare two builds, run both with PYTHONPATH, alternating (`--label` names them).
 """
 
 from __future__ import annotations
@@ -95,13 +95,17 @@ def play_round(
                     chain.step(batch)
         own_s = observers_cpu_s() - own_s
     mean = statistics.fmean(observed.wall_s) / statistics.fmean(plain.wall_s)
-    own = own_s / options.steps / statistics.fmean(plain.wall_s)
+    mean_cpu_s = statistics.fmean(plain.cpu_s)
+    own = own_s / options.steps / mean_cpu_s
+    # A step that is interrupted has cold caches; of pairs the median leaves those out.
+    more_s = [one - other for one, other in zip(observed.cpu_s, plain.cpu_s, strict=True)]
     return {
         "median step": statistics.median(observed.wall_s) / statistics.median(plain.wall_s),
         "mean step": mean,
-        "mean step's CPU": statistics.fmean(observed.cpu_s) / statistics.fmean(plain.cpu_s),
+        "step's CPU": 1 + statistics.median(more_s) / mean_cpu_s,
+        "mean step's CPU": statistics.fmean(observed.cpu_s) / mean_cpu_s,
         "observer's thread": 1 + own,
-        "in all": mean + own,
+        "CPU in all": statistics.fmean(observed.cpu_s) / mean_cpu_s + own,
     }
 
 
@@ -117,7 +121,9 @@ def measure(rank: int, options: argparse.Namespace, port: int, output: str) -> N
     if rank == 0:
         numel = sum(p.numel() for p in chains[0].model.parameters())
         step_ms = 1e3 * statistics.fmean(chains[0].wall_s)
-        print(f"{numel / 1e6:.1f} M parameters, {options.ranks} rank(s), stage {options.stage},")
+        print(
+            f"{options.label} {numel / 1e6:.1f} M parameters, {options.ranks} rank(s), stage {options.stage},"
+        )
         print(f"steps of {step_ms:.1f} ms; observed / plain, median and 95 %:")
         pairs = list(zip(rounds[2::2], rounds[3::2], strict=True))  # the first two warm up
         for name in rounds[0]:
@@ -147,6 +153,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--steps", type=int, default=60, help="of a round")
     parser.add_argument("--rounds", type=int, default=15, help="pairs of them")
+    parser.add_argument("--label", default="", help="printed first")
     options = parser.parse_args()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as output:

@@ -8,11 +8,12 @@ the pass is cut short, so it has two labels without length: ``backward`` and ``b
 recorder closes open phases at the end of the step.
 """
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.distributed import ProcessGroup, Work
@@ -21,10 +22,18 @@ from torch.profiler import record_function
 from shardwise.names import MAIN, join_units, name_of_unit
 
 _NO_SPAN = nullcontext()
+_STARTS = ("unshard", "reduce")  # phases that only start collectives
 
 
 class Recorder(Protocol):
-    """Receives a model's timed events."""
+    """Receives a model's timed events.
+
+    While it is not ``is_detailed``, it receives neither the phases of single units nor collectives:
+    of the training thread only the passes of the root, waits for other ranks, and phases of no
+    unit.
+    """
+
+    is_detailed: bool
 
     def enter(self, line: str, phase: str, unit: str) -> None:
         """Note that a phase of a unit begins now on one line of work."""
@@ -46,6 +55,9 @@ class Recorder(Protocol):
 
     def see_inputs(self, args: object, kwargs: Mapping[str, object]) -> None:
         """Receive the inputs of the model."""
+
+    def see_norm(self, norm: torch.Tensor, max_norm: float) -> None:
+        """Receive the norm of gradients before they are clipped to another one."""
 
     def saved(self, path: str, is_finite: bool) -> None:
         """Note that a checkpoint is on disk, and whether all that this rank wrote is finite."""
@@ -82,9 +94,16 @@ class Tracer:
     def span(self, phase: str, *units: str, line: str = MAIN) -> AbstractContextManager[object]:
         """Label the work inside as ``shardwise.<phase>(<units>)``."""
         label = _label(phase, units) if torch.autograd._profiler_enabled() else _NO_SPAN
-        if self.recorder is None:
+        recorder = self.recorder
+        if recorder is None or (phase in _STARTS and not recorder.is_detailed):
             return label
-        return _told(self.recorder, line, phase, join_units(units), label)
+        return _Phase(recorder, label, line, phase, units)
+
+    @property
+    def detailed(self) -> Recorder | None:
+        """The recorder, if it receives the details of units and collectives at present."""
+        recorder = self.recorder
+        return recorder if recorder is not None and recorder.is_detailed else None
 
     def copies(self, line: str, unit: str, num_bytes: int) -> AbstractContextManager[object]:
         """Send the work that is enqueued on the current stream inside to the recorder."""
@@ -94,26 +113,47 @@ class Tracer:
     def mark_begin(self, phase: str, unit: str) -> None:
         """Begin a phase that another call ends; see Note [Marks]."""
         _mark(phase, unit)
-        if self.recorder is not None:
-            self.recorder.enter(MAIN, phase, unit)
+        recorder = self.recorder
+        if recorder is not None and (not unit or recorder.is_detailed):
+            recorder.enter(MAIN, phase, unit)
 
     def mark_end(self, phase: str, unit: str) -> None:
         """End the phase, with the label ``<phase>_end``."""
-        _mark(f"{phase}_end", unit)
-        if self.recorder is not None:
-            self.recorder.leave(MAIN, phase, unit)
+        if torch.autograd._profiler_enabled():
+            _mark(f"{phase}_end", unit)
+        recorder = self.recorder
+        if recorder is not None and (not unit or recorder.is_detailed or sys.exc_info()[1]):
+            recorder.leave(MAIN, phase, unit)
 
 
-@contextmanager
-def _told(
-    recorder: Recorder, line: str, phase: str, unit: str, label: AbstractContextManager[object]
-) -> Iterator[None]:
-    with label:
-        recorder.enter(line, phase, unit)
-        try:
-            yield
-        finally:
-            recorder.leave(line, phase, unit)
+class _Phase:
+    """A phase of units that a recorder is told; a class, as a generator costs three times as much.
+
+    Its recorder may change between the begin and the end, so both go to the same one.
+    """
+
+    __slots__ = ("_label", "_line", "_phase", "_recorder", "_unit")
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        label: AbstractContextManager[object],
+        line: str,
+        phase: str,
+        units: Sequence[str],
+    ) -> None:
+        self._recorder, self._label, self._line, self._phase = recorder, label, line, phase
+        self._unit = units[0] if len(units) == 1 else join_units(units)
+
+    def __enter__(self) -> None:
+        if self._label is not _NO_SPAN:
+            self._label.__enter__()
+        self._recorder.enter(self._line, self._phase, self._unit)
+
+    def __exit__(self, *error: Any) -> None:
+        self._recorder.leave(self._line, self._phase, self._unit)
+        if self._label is not _NO_SPAN:
+            self._label.__exit__(*error)
 
 
 @contextmanager

@@ -344,7 +344,10 @@ HEALTHY = {
 # -- the run
 def train(rank, world_size, output, group, name):
     """Train a scenario's run on this rank; return the codes that were found live."""
-    scenario = (FAULTS if group == "fault" else HEALTHY)[name]
+    from training_faults import TRAINING_FAULTS, TRAINING_HEALTHY  # it needs this module
+
+    of_group = {"fault": FAULTS | TRAINING_FAULTS, "healthy": HEALTHY | TRAINING_HEALTHY}
+    scenario = of_group[group][name]
     torch.manual_seed(0)
     model = _sharded(scenario.model(), dict(scenario.options), output)
     settings = {"steps": STEPS, "every": 10, **scenario.train}
@@ -359,7 +362,7 @@ def train(rank, world_size, output, group, name):
             keeper = shardwise.Checkpoints(Path(output) / "checkpoints", model, optimizer)
             stack.enter_context(keeper)
         stack.enter_context(scenario.inject(rank, model))
-        _loop(rank, model, optimizer, run, keeper, settings)
+        settings.get("loop", _loop)(rank, model, optimizer, run, keeper, settings)
     return [finding.code for finding in run.findings]
 
 

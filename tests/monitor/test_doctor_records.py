@@ -20,20 +20,24 @@ from shardwise.monitor.findings import (
     finding_docs,
     read_docs,
 )
+from shardwise.monitor.lateness import Late
 from shardwise.monitor.lines import JsonLines, read_lines
 from shardwise.monitor.metrics import GIB, OverRanks
 from shardwise.monitor.record import (
     Begin,
     End,
     Fix,
+    IdleScheduler,
     LostUpdates,
     Memory,
     Moment,
+    NoGradient,
     NonFinite,
     OtherSave,
     OutOfMemory,
     RunRecord,
     Save,
+    SkippedSteps,
     StepLine,
     Timeline,
     keys_of,
@@ -71,6 +75,19 @@ HEALTHY = {  # of all ranks alike: an accelerator, steps of a second
     "tokens/per_step": 8000.0,
     "numbers/non_finite_values": 0.0,
     "numbers/non_finite_gradients": 0.0,
+    "time_metrics/forward(s)": 0.3,
+    "time_metrics/recompute(s)": 0.0,
+    "time_metrics/evaluation(s)": 0.0,
+    "time_metrics/paused(s)": 0.02,
+    "memory/in_use(GiB)": 40.0,
+    "memory/host(GiB)": 4.0,
+    "data/shared_inputs(%)": 0.0,
+    "data/rows_of_a_pass": 8000.0,
+    "host/reads_of_values": 2.0,
+    "numbers/dropouts_off(%)": 0.0,
+    "numbers/kept_gradients": 0.0,
+    "numbers/gradient_norm": 1.5,
+    "numbers/clipped_to": 1.0,
 }
 
 
@@ -96,9 +113,15 @@ def run_of(changes=None, memory=None, values=None, waited_for=None, **of_facts):
         StepLine(n, 1, float(n), metrics, values or {"loss": 2.0}, waited_for or {})
         for n in range(1, 16)
     )
-    own = {0: (memory or memory_line(30, 20), End(15, None))}
+    own = {0: (memory or memory_line(30, 20), *no_gradient(0), End(15, None))}
     told = {"device": "NVIDIA H100", "units": layers(200), "hosts": HOSTS, **of_facts}
     return RunRecord(Path("x"), facts(num_ranks=8, **told), lines, own, idle_s=5.0)
+
+
+def no_gradient(count, share=0.0, trained=0):
+    """Return the lines of three checks that found so many parameters without a gradient."""
+    names = [f"layers.{n}.weight" for n in range(count)]
+    return [NoGradient(step, names[:8], count, share, trained) for step in (3, 5, 8)]
 
 
 def waits(pairs):
@@ -166,6 +189,19 @@ def in_turn(run):
         return {name: replace(value, **ranks) for name, value in metrics.items()}
 
     return each_line(run, turned)
+
+
+def growing(name, first, times=1.0, more=0.0):
+    """Return a run of which a figure grows from line to line."""
+    return each_line(run_of(), lambda n, m: {**m, name: alike(first * times**n + more * n)})
+
+
+def late(rank, seconds, cause="time_metrics/compute(s)", every=1, **changes):
+    """Return a run on a CPU of which a rank is late in every so many lines."""
+    run = run_of({"time_metrics/data_loading(s)": 0.02, **changes}, device="cpu")
+    found = {rank: Late(1, {cause: seconds}, seconds)}
+    lines = (replace(x, late=found if x.step % every == 0 else {}) for x in run.steps)
+    return replace(run, steps=tuple(lines))
 
 
 def retries_of(run):
@@ -267,6 +303,40 @@ FAULTS = {  # by the code that must be found, and what is wrong
     "SW021 a slow loader of one rank, which is no straggler": run_of(
         WAITED | {"time_metrics/data_loading(s)": OverRanks(0.01, 0.01, 0.3, 1, 5)}
     ),
+    "SW020 a rank that is late in one step of four": late(5, 0.8, every=4),
+    "SW020 garbage collection of a rank": late(3, 0.2, "host/garbage_collections"),
+    "SW020 another process on the cores of a rank": run_of(
+        {"host/waits_for_core(s)": OverRanks(0.01, 0.02, 0.4, 1, 2)}, device="cpu"
+    ),
+    "SW021 a loader of one rank that stalls now and then": late(
+        2, 0.9, "time_metrics/data_loading(s)", every=4
+    ),
+    "SW024 batches of one rank that weigh less": run_of(longer(50)),
+    "SW025 the same samples on all ranks": run_of({"data/shared_inputs(%)": 100.0}),
+    "SW026 tiny batches": run_of(
+        EXPOSED | {"data/rows_of_a_pass": 4.0, "time_metrics/optimizer(s)": 0.4}
+    ),
+    "SW027 a read of each norm": run_of({"host/reads_of_values": 60.0}),
+    "SW034 a leak": growing("memory/in_use(GiB)", 40.0, more=0.01),
+    "SW034 a leak of the host's memory": growing("memory/host(GiB)", 4.0, more=0.005),
+    "SW035 everything is computed again": run_of(
+        {"time_metrics/recompute(s)": 0.28, "memory/max_active(%)": 20.0}
+    ),
+    "SW040 a scale that falls": growing("optimizer/loss_scale", 65536.0, times=0.5),
+    "SW040 a scaler that skips every step": replace(
+        run_of(), steps=(), by_rank={0: (SkippedSteps(1, 16, 1.0), SkippedSteps(1, 32, 0.0))}
+    ),
+    "SW043 a norm that grows behind clipping": growing("numbers/gradient_norm", 2.0, times=2.0),
+    "SW044 a scheduler that is not stepped": with_lines(IdleScheduler(40, "StepLR", 0.1)),
+    "SW045 frozen layers": with_lines(*no_gradient(2, 0.2)),
+    "SW045 layers that are not used": with_lines(*no_gradient(9, 0.8, trained=9)),
+    "SW046 a model in evaluation mode": run_of({"numbers/dropouts_off(%)": 100.0}),
+    "SW047 gradients that are not dropped": run_of({"numbers/kept_gradients": 1.0}),
+    "SW052 a long evaluation": run_of({"time_metrics/paused(s)": 1.2}),
+    "SW023 a rank that ended its loop early": replace(
+        run_of(),
+        by_rank={0: (ended("CollectiveError", follows=True, during=16),), 1: (End(12, None, 2.0),)},
+    ),
     "SW032 inputs that are copied": run_of(
         HIDDEN | {"offload/exposed(ms)": 400.0}, offload=OFFLOADED_INPUTS
     ),
@@ -283,6 +353,31 @@ HEALTHY_RUNS = {
         {"time_metrics/optimizer(s)": 0.6}, offload=OFFLOADED_INPUTS
     ),
     "it has ended long ago": replace(run_of(), idle_s=1e6),
+    "a norm that is large from the start": run_of({"numbers/gradient_norm": 300.0}),
+    "memory that grows, and stays": each_line(
+        run_of(), lambda n, m: {**m, "memory/in_use(GiB)": alike(40 - 2.0 ** (3 - n))}
+    ),
+    "adapters beside frozen weights": with_lines(*no_gradient(200, 0.99)),
+    "parameters without a gradient in some steps": with_lines(
+        *no_gradient(2, 0.2)[:2], *no_gradient(0)[2:]
+    ),
+    "the same batch on all ranks again and again": each_line(
+        run_of(), lambda n, m: {**m, "data/shared_inputs(%)": alike(100.0 * (n == 0))}
+    ),
+    "ranks of one batch": run_of(
+        {"data/shared_inputs(%)": 100.0}, degrees={"shard": 4, "tensor": 2}
+    ),
+    "ranks that are late in turn": replace(
+        run_of(),
+        steps=tuple(
+            replace(x, late={x.step % 8: Late(1, {"time_metrics/compute(s)": 0.5}, 0.5)})
+            for x in run_of().steps
+        ),
+    ),
+    "a scaler that found its scale": with_lines(SkippedSteps(1, 8, 512.0)),
+    "it was stopped by an exception that says so": replace(
+        run_of(), by_rank={0: (ended("EarlyStopping"),), 1: (ended("EarlyStopping"),)}
+    ),
     "its user has stopped it": replace(run_of(), idle_s=1e6, by_rank=STOPPED),
 }
 ABSTAINS = {  # the code, and what is missing
@@ -395,7 +490,7 @@ def test_units_of_a_toy_and_a_module_that_no_unit_can_divide_are_healthy():
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ({"kind": "end", "error": "KeyError", "phase": "forward"}, "in forward of '(root)'"),
+        ({"kind": "end", "error": "KeyError", "phase": "forward"}, "in step 1, in forward"),
         ({"kind": "end", "error": "CollectiveError", "follows": True}, ": CollectiveError"),
         ({"kind": "end", "error": "OSError", "message": "no \udc80"}, "OSError: no ?"),
         ({"kind": "begin", "process": asdict(GONE) | {"later": 1}}, "rank 0 on here died"),
@@ -425,6 +520,9 @@ def test_lines_of_ranks_are_read_with_keys_of_other_versions_and_without_newer_o
         NonFinite(3, ["a"], 0),
         LostUpdates(3, {"a": 0.5}),
         OutOfMemory(9, None, 1, 2, [Fix("stage=3", True, 1, 2, "c")], 1, "p", "u", {"a": 1}, 3, []),
+        SkippedSteps(3, 8, 0.5),
+        NoGradient(3, ["a"], 1, 0.5, 1),
+        IdleScheduler(40, "StepLR", 0.1),
         Save(3, "/x", False),
         OtherSave(3, "torch.save", 0.5),
     ],

@@ -188,9 +188,9 @@ class Comm:
 
     def follow(self, pending: Pending, axis: Axis, collective: CollectiveId) -> Pending:
         """Report a collective, and its end, to the recorder if there is one."""
-        if self.tracer.recorder is not None:
+        if (recorder := self.tracer.detailed) is not None:
             kind, unit = f"{axis.name}.{collective.kind}", collective.unit
-            pending.follow(self.tracer.recorder, kind, unit, self.traffic.last_bytes)
+            pending.follow(recorder, kind, unit, self.traffic.last_bytes)
         return pending
 
     def all_reduce(

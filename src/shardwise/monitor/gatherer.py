@@ -3,7 +3,7 @@
 Note [What the training waits for]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Nothing. The training appends events to a list and hands over the list of each step. A thread looks
-for steps ten times a second: to wake it after each step, but for the first ones, would take
+for steps five times a second: to wake it after each step, but for the first ones, would take
 Python's lock from the training more often. It turns them into spans and figures, exchanges figures
 with the other ranks on a separate group (a training collective is never behind one), and writes
 lines. If that fails, the next step or the end of the run raises. If a line cannot be written (a
@@ -11,12 +11,12 @@ full disk, an unreachable tracker), a warning is logged once and the training co
 
 Note [Steps that are short]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A look at a step's spans takes 0.3 ms, a line 3 ms, both behind the training. To stay below 0.3 % of
-the time, of usual steps only one in `_LOOKED_AT_S` is looked at and stands for the others, and a
-line has as many steps as take `_LINE_S`, unless the user has given a number. Each unusual step is
-looked at: one that took long, or whose timeline is kept. Time, tokens and logged values are of
-every step. All ranks end their lines after the same steps, since the slowest rank's mean step
-decides, which every line tells all of them.
+The details of a step cost half a millisecond of the training and a look at them as much behind it;
+a line takes 3 ms. To stay below 0.3 % of the time, only one short step in `_LOOKED_AT_S` has
+details, which stand for the others, and a line has as many steps as take `_LINE_S`, unless the
+user has given a number. Time by phase, tokens and logged values are of every step. All ranks end
+their lines after the same steps, since the slowest rank's mean step decides, which every line tells
+all of them.
 """
 
 import json
@@ -26,11 +26,11 @@ import statistics
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from heapq import nlargest
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -38,17 +38,19 @@ import torch.distributed as dist
 from shardwise.comm.collective_key import ranks_of, reason_of
 from shardwise.comm.control import Control, exchange_any
 from shardwise.comm.process_groups import FAILED_GROUPS
-from shardwise.device import memory_figures
+from shardwise.device import memory_figures, memory_in_use_bytes
 from shardwise.errors import CollectiveError
 from shardwise.hangs.diagnosis import call_of_error
 from shardwise.hangs.heartbeat import save_under_way
-from shardwise.host import core_wait_s
+from shardwise.host import resident_bytes
 from shardwise.monitor import metrics as m
 from shardwise.monitor.doctor import LiveDoctor
+from shardwise.monitor.lateness import late_over_ranks, parts_of
 from shardwise.monitor.lines import JsonLines
 from shardwise.monitor.memory import is_out_of_memory
 from shardwise.monitor.record import (
     End,
+    NoGradient,
     OtherSave,
     RankLine,
     RunFacts,
@@ -60,27 +62,30 @@ from shardwise.monitor.spans import Recorded, device_spans_of, spans_of
 from shardwise.names import MAIN
 
 _LOG = logging.getLogger("shardwise")
-_LOOK_S = 0.1  # between looks for new steps
+_LOOK_S = 0.2  # between looks for new steps
+_MAX_NAMED = 8  # parameters of a line
 _MAX_MESSAGE = 1000  # characters of an error
 _FIRST_STEPS = 10  # each of which is a line
 _MAX_WAITED_FOR = 4  # ranks for which a rank has waited, that it sends
 _MAX_TOKENS = 256  # steps of a line whose numbers of tokens are sent to the other ranks
-_LOOKED_AT_S, _LINE_S = 0.25, 2.0
+_LOOKED_AT_S, _LINE_S = 1.0, 2.0
 _LINE_STEPS = 10  # at least, and of which a line has a multiple
 _LONG = 1.5  # times the mean step of the last line
 Figures = Mapping[str, float]
+Idle = Mapping[str, bool]  # names of parameters, and whether they require a gradient
 
 
-@dataclass(frozen=True)
-class ObservedStep:
+class ObservedStep(NamedTuple):
     """One step, as the training hands it over."""
 
     step: int
     recorded: Recorded
     values: dict[str, float]  # logged by the loop until the step is handed over
-    figures: Figures
+    figures: Mapping[str, float | torch.Tensor]  # a tensor is read behind the training
     own_lines: Sequence[RankLine] = ()
     keeps_timeline: bool = False
+    digest: int | None = None  # of the inputs, of a step that was checked
+    idle: Idle | None = None  # parameters without a gradient on this rank, likewise
 
 
 class Gatherer:
@@ -97,7 +102,10 @@ class Gatherer:
         outputs: "Outputs",
         every: int | None,
         device: torch.device,
+        params: Mapping[str, int],
     ) -> None:
+        """``params`` has the number of elements of each parameter."""
+        self._numels = params
         self.outputs, self.rank = outputs, control.rank
         self.latest: StepLine | None = None
         self._control, self._facts = control, facts
@@ -105,12 +113,13 @@ class Gatherer:
         self._num_taken, self._is_over, self._is_abandoned = 0, False, False
         self._wakes = threading.Event()
         self._error: BaseException | None = None
+        self._has_failed = False
         self._trained_by = threading.get_ident()
         self._thread = threading.Thread(target=self._run, name="shardwise-observe", daemon=True)
         # What follows is the thread's.
-        self._device, self._native_id = device, threading.get_native_id()
-        self._core_wait_s = core_wait_s(self._native_id)
+        self._device = device
         self._sampler = Sampler(every)
+        self._digests: set[int] = set()  # of inputs so far
         self._begin_line()
         self._last_step = 0
         self._saves: defaultdict[str, float] = defaultdict(float)  # by torch's calls, since then
@@ -121,19 +130,29 @@ class Gatherer:
     def _begin_line(self) -> None:
         """Begin this rank's part of a line; lists have the numbers of their steps."""
         self._told: list[tuple[int, Figures]] = []  # figures that every step has
+        self._parts: list[Figures] = []  # of every step, those of its phases
         self._logged: list[tuple[int, Figures]] = []
         self._tokens: list[int] = []
         self._waited_for: defaultdict[int, float] = defaultdict(float)  # seconds by global rank
+        self._num_detailed = 0
+        self._inputs: dict[int, int] = {}  # digests by step
+        self._idle: tuple[int, Idle] | None = None  # step, parameters without a gradient
         self._bad_since: dict[str, int] = {}  # as in `StepLine`
 
-    def start(self) -> None:
-        """Start the thread."""
+    def wants_details(self, number: int) -> bool:
+        """Tell whether a step, counted from 1, should have details; see `Sampler`."""
+        return self._sampler.wants_details(number)
+
+    def start(self) -> int | None:
+        """Start the thread; return its number in the system."""
         self._thread.start()
+        return self._thread.native_id
 
     def take(self, step: ObservedStep) -> None:
         """Take over a step; dropped after an error. **Raises** the error of an earlier one."""
-        self._raise_once()
-        if self._thread.is_alive():
+        if self._error is not None:
+            self._raise_once()
+        if not self._has_failed:
             self._steps.append(step)
             self._num_taken += 1
             if self._num_taken <= _FIRST_STEPS:
@@ -190,7 +209,7 @@ class Gatherer:
             if self._sampler.num_steps:
                 self._write_line(self._last_step)
         except BaseException as error:
-            self._error = error
+            self._error, self._has_failed = error, True
 
     def _add(self, step: ObservedStep) -> None:
         """Add a step to the line; write the line if it is the last one of it."""
@@ -210,13 +229,31 @@ class Gatherer:
         self._tokens.append(recorded.num_tokens)
         bad = sum(not math.isfinite(value) for value in values.values())
         is_rare = step.keeps_timeline or recorded.first is not None or recorded.has_other_lines
-        known = {**told, **step.figures, m.BAD_VALUES: bad}
-        self._sampler.take(known, lambda: self._look_at(step), is_rare or bool(self._left_open))
+        detail = None
+        if recorded.main_s is None or recorded.has_other_lines or self._left_open:
+            detail = self._look_at(step)
+        if recorded.main_s is None:
+            parts = {name: detail[name] for name in m.OF_MAIN} if detail is not None else {}
+        else:
+            parts = m.main_metrics(recorded.main_s, recorded.seconds)
+            # A root without hooks would leave the time of its units out.
+            self._sampler.needs_details |= "forward" not in recorded.main_s
+        figures = {name: float(value) for name, value in step.figures.items()}
+        parts = {**parts, m.PAUSED_S: recorded.paused_s, **figures}
+        if step.digest is not None:
+            # The same batch again says nothing about ranks.
+            self._inputs[number] = 0 if step.digest in self._digests else step.digest
+            self._digests.add(step.digest)
+        if step.idle is not None:
+            self._idle = number, step.idle
+        self._parts.append(parts)
+        self._sampler.take({**told, **parts, m.BAD_VALUES: bad}, detail, is_rare)
+        self._num_detailed += recorded.is_detailed
         for (group, peer), seconds in recorded.waited_for.items():
             with suppress(KeyError, ValueError):  # a group that is gone
                 self._waited_for[ranks_of(group)[peer]] += seconds
         self._values.update(values)
-        num_bad, looked_at = step.figures.get(m.BAD_GRADIENTS), dict(values)
+        num_bad, looked_at = figures.get(m.BAD_GRADIENTS), dict(values)
         if num_bad is not None:
             looked_at[m.BAD_GRADIENTS] = math.inf if num_bad else 0
         for name, value in looked_at.items():
@@ -228,10 +265,15 @@ class Gatherer:
             self._write_line(number)
 
     def _look_at(self, step: ObservedStep) -> dict[str, float]:
-        """Return the figures of a step's spans; write the spans if its timeline is kept."""
+        """Return the figures of a step's spans; write the spans if its timeline is kept.
+
+        Without details the spans are those of threads in the background alone.
+        """
         recorded = step.recorded
         on_device = device_spans_of(recorded)
         by_host = spans_of(recorded, self._left_open, on_device)
+        if recorded.main_s is not None:
+            by_host = [span for span in by_host if span.line != MAIN]
         if step.keeps_timeline:
             rows = [span.to_row() for span in (*by_host, *on_device)]
             self.outputs.note(Timeline(step.step, recorded.seconds, rows))
@@ -240,18 +282,18 @@ class Gatherer:
         return m.step_metrics([*on_device, *by_host], recorded.seconds)
 
     def _gauges(self) -> dict[str, float]:
-        """Return figures with a current value: memory, padding, waits for a core of the training.
+        """Return figures with a current value: memory and padding.
 
         **Cost** 0.1 to 0.3 ms of system calls.
         """
-        waited_s, self._core_wait_s = self._core_wait_s, core_wait_s(self._native_id)
         memory = memory_figures(self._device)
         return {
-            m.CORE_WAIT_S: (self._core_wait_s - waited_s) / self._sampler.num_steps,
             m.PADDING_SHARE: 100 * self._facts.padding_share,
             m.MAX_ACTIVE_GIB: memory.peak_bytes / m.GIB,
             m.MAX_RESERVED_GIB: memory.reserved_bytes / m.GIB,
             m.MAX_ACTIVE_SHARE: 100 * memory.peak_bytes / memory.capacity_bytes,
+            m.IN_USE_GIB: memory_in_use_bytes(self._device) / m.GIB,
+            m.HOST_GIB: (resident_bytes() or 0) / m.GIB,
             m.RETRIES: memory.num_retries,
             m.OOMS: memory.num_ooms,
         }
@@ -263,26 +305,29 @@ class Gatherer:
         num_steps = self._sampler.num_steps
         longest = nlargest(_MAX_WAITED_FOR, self._waited_for.items(), key=lambda each: each[1])
         tokens = self._tokens[: 1 if len(set(self._tokens)) == 1 else _MAX_TOKENS]
+        num_ranks = self._control.num_ranks
         mine = {
+            "parts": parts_of(self._parts, num_ranks),
             "metrics": {**self._sampler.mean(), **self._gauges()},
-            "waited_for": {r: 1e3 * s / num_steps for r, s in longest},
+            "waited_for": {r: 1e3 * s / max(self._num_detailed, 1) for r, s in longest},
             "bad_since": self._bad_since,
+            "logged_at": self._steps_of_seldom() if any(self._bad_since.values()) else {},
             "tokens": tokens,
+            "inputs": self._inputs,
+            "idle": self._idle,
         }
         rows = [json.loads(row) for row in exchange_any(self._control, json.dumps(mine).encode())]
         for row, found in zip(rows, m.tokens_over_ranks([r["tokens"] for r in rows]), strict=False):
             row["metrics"] |= found
+        for row, share in zip(rows, m.shared_inputs([r["inputs"] for r in rows]), strict=True):
+            row["metrics"] |= {} if share is None else {m.SHARED_INPUTS_SHARE: share}
+        self._note_idle([row["idle"] for row in rows])
         metrics = m.over_ranks([row["metrics"] for row in rows])
         waited_for = {
             rank: {int(other): ms for other, ms in row["waited_for"].items()}
             for rank, row in enumerate(rows)
         }
-        bad_since = {
-            name: {
-                r: row["bad_since"][name] for r, row in enumerate(rows) if name in row["bad_since"]
-            }
-            for name in sorted({n for row in rows for n, bad in row["bad_since"].items() if bad})
-        }
+        bad_since = _bad_over_ranks(rows)
         self.latest = StepLine(
             step,
             num_steps,
@@ -293,11 +338,56 @@ class Gatherer:
             bad_since,
             values_over_steps=m.summarize_steps(self._logged),
             metrics_over_steps=m.summarize_steps(self._told),
+            late=late_over_ranks([row["parts"] for row in rows]),
         )
         self._sampler.begin_line(metrics[m.STEP_S].max)
         self._begin_line()
         if self._control.rank == 0:
             self.outputs.write(self.latest)
+
+    def _steps_of_seldom(self) -> dict[str, list[int]]:
+        """Return the steps of values that were not logged in every step of the line."""
+        found: dict[str, list[int]] = {}
+        for number, values in self._logged:
+            for name in values:
+                found.setdefault(name, []).append(number)
+        return {n: steps for n, steps in found.items() if len(steps) < len(self._logged)}
+
+    def _note_idle(self, rows: Sequence[tuple[int, Idle] | None]) -> None:
+        """Note the parameters that have a gradient on no rank, of a step that all have checked."""
+        checked = [row for row in rows if row is not None]
+        if len(checked) < len(rows) or len({step for step, _ in checked}) > 1:
+            return
+        shared = set[str].intersection(*(set(names) for _, names in checked))
+        step, idle = checked[0]
+        names = [name for name in idle if name in shared]
+        share = sum(self._numels.get(name, 0) for name in names) / sum(self._numels.values())
+        trained = sum(idle[name] for name in names)
+        self.outputs.note(NoGradient(step, names[:_MAX_NAMED], len(names), share, trained))
+
+    def note_end(self, error: BaseException | None) -> None:
+        """Write the end of a run that was not closed, as the program ends."""
+        told = {"error": None} if error is None else dict(_describe_error(error))
+        step, now_s = max(self._last_step, 1), round(time.time(), 3)
+        self.outputs.note(End(step, unix_s=now_s, **told))
+
+
+def _bad_over_ranks(rows: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[int, int]]:
+    """Return ``bad_since`` of a line.
+
+    A rank that logs a value seldom, and not in the first bad step, says nothing about that step, so
+    it is left out.
+    """
+    found = {}
+    for name in sorted({n for row in rows for n, bad in row["bad_since"].items() if bad}):
+        first = min(bad for row in rows if (bad := row["bad_since"].get(name)))
+        found[name] = {
+            rank: row["bad_since"][name]
+            for rank, row in enumerate(rows)
+            if name in row["bad_since"]
+            and (row["bad_since"][name] == first or first in row["logged_at"].get(name, [first]))
+        }
+    return found
 
 
 def _describe_error(error: BaseException) -> Mapping[str, str | bool]:
@@ -319,18 +409,19 @@ class Sampler:
     """
 
     def __init__(self, every: int | None) -> None:
+        self.needs_details = False  # of every step
         self._every = every
         self._num_seen = 0
         self._length = 1  # of this line
-        self._one_in = 1  # usual steps is looked at
+        self._one_in = 1  # steps has details
         self._usual_s = math.inf  # how long a step took in the last line
+        self._last: Figures | None = None  # the newest details of a usual step
         self._clear()
 
     def _clear(self) -> None:
         self._known: list[Figures] = []  # of every step
-        self._usual: list[Figures] = []  # of steps that were looked at
+        self._usual: list[Figures] = []  # of steps with details
         self._rare: list[Figures] = []
-        self._skipped: Callable[[], Figures] | None = None
 
     @property
     def num_steps(self) -> int:
@@ -342,23 +433,28 @@ class Sampler:
         """Tell whether the line has all its steps."""
         return self.num_steps >= self._length
 
-    def take(self, known: Figures, look: Callable[[], Figures], is_rare: bool) -> None:
-        """Take a step with its known figures; ``look`` returns those of its spans."""
+    def wants_details(self, number: int) -> bool:
+        """Tell whether a step, counted from 1, should have details. Any thread may ask."""
+        is_first = number <= _FIRST_STEPS or self.needs_details
+        return is_first or number % self._one_in == 0
+
+    def take(self, known: Figures, detail: Figures | None, is_rare: bool) -> None:
+        """Take a step with its known figures, and those of its details if it has any."""
         self._num_seen += 1
         self._known.append(known)
+        if detail is None:
+            return
         if is_rare or known[m.STEP_S] > _LONG * self._usual_s:
-            self._rare.append(look())
-        elif self._num_seen % self._one_in == 0:
-            self._usual.append(look())
+            self._rare.append(detail)
         else:
-            self._skipped = look
+            self._usual.append(detail)
+            self._last = detail
 
     def mean(self) -> dict[str, float]:
-        """Return the means over all steps of the line; usual ones stand for those not looked at."""
-        if self._skipped is not None and not self._usual:
-            self._usual.append(self._skipped())
-        each = (self.num_steps - len(self._rare)) / max(len(self._usual), 1)
-        weighed = [(each, step) for step in self._usual] + [(1.0, step) for step in self._rare]
+        """Return the means over all steps of the line; usual details stand for missing ones."""
+        usual = self._usual or [self._last or {}]
+        each = (self.num_steps - len(self._rare)) / len(usual)
+        weighed = [(each, step) for step in usual if each] + [(1.0, step) for step in self._rare]
         return {**m.mean_of(weighed), **m.mean_of([(1.0, step) for step in self._known])}
 
     def begin_line(self, slowest_s: float) -> None:

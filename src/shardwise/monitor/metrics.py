@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 from shardwise.monitor.lines import MAX_LOGGED, Extreme, Figure, Rank
-from shardwise.monitor.spans import OUTSIDE, Interval, Span, length, length_outside
+from shardwise.monitor.spans import EVALUATION, OUTSIDE, Interval, Span, length, length_outside
 from shardwise.names import MAIN
 
 T = TypeVar("T")
@@ -26,6 +26,16 @@ OVERLAP_SHARE, IDLE_SHARE = "comm/overlap(%)", "device/idle(%)"
 ALL_GATHER_MS, REDUCE_SCATTER_MS = "comm/all_gather(ms)", "comm/reduce_scatter(ms)"
 OUTSIDE_S, OPTIMIZER_S = "time_metrics/outside(s)", "time_metrics/optimizer(s)"
 COMPUTE_S, RECOMPUTE_S = "time_metrics/compute(s)", "time_metrics/recompute(s)"
+FORWARD_S, BACKWARD_S = "time_metrics/forward(s)", "time_metrics/backward(s)"
+EVALUATION_S, PAUSED_S = "time_metrics/evaluation(s)", "time_metrics/paused(s)"
+COLLECTIONS = "host/garbage_collections"
+READS, DROPOUTS_OFF_SHARE = "host/reads_of_values", "numbers/dropouts_off(%)"
+ROWS = "data/rows_of_a_pass"
+KEPT_GRADIENTS = "numbers/kept_gradients"
+GRAD_NORM, MAX_NORM = "numbers/gradient_norm", "numbers/clipped_to"
+LEARNING_RATE, LOSS_SCALE = "optimizer/learning_rate", "optimizer/loss_scale"
+SHARED_INPUTS_SHARE = "data/shared_inputs(%)"
+IN_USE_GIB, HOST_GIB = "memory/in_use(GiB)", "memory/host(GiB)"
 STALL_S, SAVE_S, LOAD_S = "checkpoint/stall(s)", "checkpoint/save(s)", "checkpoint/load(s)"
 # Copies of offloaded state; each kind is a line of work.
 TRANSFERS = ("to_device", "to_host", "disk_read", "disk_write")
@@ -48,15 +58,22 @@ BAD_VALUES, BAD_GRADIENTS = "numbers/non_finite_values", "numbers/non_finite_gra
 LOST_SHARE, LOST_OF_WORST_SHARE = "numbers/lost_updates(%)", "numbers/lost_updates_of_worst(%)"
 
 PHASES = (  # of the line that computes: name, figure, seconds in one of its unit, phases of spans
-    ("forward", "time_metrics/forward(s)", 1.0, ("forward",)),
+    ("forward", FORWARD_S, 1.0, ("forward",)),
     ("recompute", RECOMPUTE_S, 1.0, ("recompute",)),
-    ("backward", "time_metrics/backward(s)", 1.0, ("backward",)),
+    ("backward", BACKWARD_S, 1.0, ("backward",)),
+    ("evaluation", EVALUATION_S, 1.0, (EVALUATION,)),
     ("waiting for others", WAITED_MS, 1e-3, WAITS),
     ("optimizer", OPTIMIZER_S, 1.0, ("step",)),
     ("data", DATA_S, 1.0, ("data",)),
     ("save", STALL_S, 1.0, ("save",)),
     ("load", LOAD_S, 1.0, ("load",)),
     ("outside", OUTSIDE_S, 1.0, (OUTSIDE,)),
+)
+_BY_UNIT = (FORWARD_S, RECOMPUTE_S, BACKWARD_S)  # phases that steps without details do not part
+# Figures of a step that are known without its details.
+OF_MAIN = (
+    *(name for _, name, _, _ in PHASES if name not in _BY_UNIT),
+    *(COMPUTE_S, DATA_SHARE, STEP_WAIT_S),
 )
 ENGINE = "engine"  # the part of a step outside of all phases: begins of gathers and reductions
 
@@ -123,6 +140,19 @@ def step_metrics(spans: Sequence[Span], step_s: float) -> dict[str, float]:
     return found | axes
 
 
+def main_metrics(main_s: Mapping[str, float], step_s: float) -> dict[str, float]:
+    """Return the figures `OF_MAIN` of a step without details; ``main_s`` are seconds by phase."""
+    found = {
+        name: sum(main_s.get(phase, 0.0) for phase in of) / unit_s
+        for _, name, unit_s, of in PHASES
+        if name not in _BY_UNIT
+    }
+    found[COMPUTE_S] = sum(seconds for phase, seconds in main_s.items() if phase not in IDLE)
+    found[DATA_SHARE] = 100 * found[DATA_S] / step_s
+    found[STEP_WAIT_S] = main_s.get("wait_step", 0.0)
+    return found
+
+
 @dataclass(frozen=True)
 class OverRanks:
     """One figure over all ranks: its extremes and their ranks."""
@@ -187,6 +217,22 @@ def tokens_over_ranks(tokens: Sequence[list[int]]) -> list[dict[str, float]]:
         {TOKENS: statistics.fmean(row), TOKENS_BEHIND_SHARE: 100 * (longest / sum(row) - 1)}
         for row in rows
     ]
+
+
+def shared_inputs(digests: Sequence[Mapping[str, int]]) -> list[float | None]:
+    """Return by rank the share of checked steps whose inputs another rank had too, per cent.
+
+    ``digests`` are by rank and step; a digest of 0 has been seen before. None: not checked.
+    """
+    common = set.intersection(*(set(row) for row in digests))
+    if not common or len(digests) == 1:
+        return [None] * len(digests)
+    num_new = [0] * len(digests)
+    for step in common:
+        of_step = [row[step] for row in digests]
+        for rank, digest in enumerate(of_step):
+            num_new[rank] += digest != 0 and of_step.count(digest) > 1
+    return [100 * number / len(common) for number in num_new]
 
 
 def mean_of(steps: Sequence[tuple[float, Mapping[str, float]]]) -> dict[str, float]:

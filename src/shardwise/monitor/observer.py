@@ -10,31 +10,37 @@ loss scaler skips is part of the next one, which then counts two backward passes
 import logging
 import math
 import socket
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from math import prod
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Self, TypeVar
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from shardwise.checkpoint.all_ranks import on_all_ranks
 from shardwise.checkpoint.save_load import Loaded
 from shardwise.comm.control import Control, exchange_any
 from shardwise.comm.torch_collectives import TORCH_CALLS
 from shardwise.errors import ConfigError
+from shardwise.monitor import metrics as m
 from shardwise.monitor.describe import facts_of
 from shardwise.monitor.doctor import LiveDoctor
 from shardwise.monitor.findings import Finding
 from shardwise.monitor.gatherer import Gatherer, ObservedStep, Outputs, Sink
 from shardwise.monitor.gradient_checks import GradientChecks, LostUpdates
-from shardwise.monitor.lines import JsonLines
+from shardwise.monitor.lines import MAX_NAME, JsonLines
+from shardwise.monitor.loop_checks import LoopChecks
 from shardwise.monitor.memory import MemoryWatch, describe_out_of_memory
-from shardwise.monitor.metrics import IN_HALF, SKIPPED_STEPS
+from shardwise.monitor.pauses import Collections, CoreWait
 from shardwise.monitor.record import (
     FOLDER,
     Begin,
+    IdleScheduler,
     RankLine,
     RunFacts,
     Save,
@@ -45,6 +51,7 @@ from shardwise.monitor.record import (
 )
 from shardwise.monitor.recovery import Recovery, StartClock
 from shardwise.monitor.spans import SpanRecorder
+from shardwise.monitor.torch_steps import STEP_CALLS, StepFigures, is_stepped, schedulers_of
 from shardwise.names import MAIN
 from shardwise.parallel.parts import Model, Optimizer, Parts
 from shardwise.processes import own_process
@@ -53,6 +60,7 @@ T = TypeVar("T")
 _LOG = logging.getLogger("shardwise")
 _TIMED_EVERY = 10  # steps of which the device's time is measured, which costs events
 _MAX_RANKS_WITH_LINES = 64  # ranks beyond these write no file
+_SCHEDULED_STEPS = 20  # after which a scheduler should have been stepped
 
 
 def observe(
@@ -126,7 +134,8 @@ def observe(
         return Outputs(rank, steps, own, doctor, sinks if rank == 0 else ())
 
     outputs = on_all_ranks(control, open_files)  # an error of one rank is raised on all
-    gatherer = Gatherer(control, facts, outputs, every, parts.comm.device)
+    params = {p.name: prod(p.shape) for u in parts.units for p in u.params}
+    gatherer = Gatherer(control, facts, outputs, every, parts.comm.device, params)
     return Observation(parts, optimizers, facts, gatherer, done, detail_every, recovery)
 
 
@@ -178,9 +187,24 @@ class Observation:
         self._values: dict[str, float] = {}
         self._last_step: ObservedStep | None = None
         casts_to_half = partial(_casts_to_half, parts.comm.device)
-        self._recorder = SpanRecorder(parts.comm.time.clock(), casts_to_half=casts_to_half)
+        clock = parts.comm.time.clock()
+        self._is_timed = clock is not None
+        self._recorder = SpanRecorder(
+            clock,
+            casts_to_half=casts_to_half,
+            records_grads=torch.is_grad_enabled,
+        )
+        self._core_wait = CoreWait()
+        self._collections = Collections()
         self._gradients = GradientChecks()
         self._lost_updates = LostUpdates(optimizers)
+        self._checks = LoopChecks(parts, optimizers)
+        self._step_figures = StepFigures(
+            optimizers, lambda: self._step, lambda: self._recorder.is_detailed, self.note
+        )
+        self._num_epochs = 0
+        self._schedulers: list[LRScheduler] = []
+        self._knows_schedulers = False
         self._open = ExitStack()
         self._memory = MemoryWatch(parts, optimizers, facts, gatherer.rank)
 
@@ -204,6 +228,8 @@ class Observation:
         for comm in self._parts.comms:
             self._open.enter_context(comm.tracer.telling(self._recorder))
         self._open.enter_context(TORCH_CALLS.reporting(self._recorder))
+        self._open.enter_context(STEP_CALLS.reporting(self._step_figures))
+        self._recorder.on_norm = self._step_figures.see_norm
         for each in self._optimizers:
             last = each is self._optimizers[-1]
             before = each.register_step_pre_hook(self._before_step)
@@ -211,16 +237,25 @@ class Observation:
             self._open.callback(before.remove)
             self._open.callback(after.remove)
         self._memory.start()
-        self._gatherer.start()
+        self._open.callback(self._core_wait.close)
+        self._core_wait.add(self._gatherer.start())
         self._recorder.on_error = self._look_at_error
         self._recorder.on_saved = lambda path, is_finite: self._gatherer.outputs.note(
             Save(max(self._step, 1), path, is_finite)
         )
         self._recorder.cut()
+        # Of a program that ends without `close`: by torch.multiprocessing too.
+        self._exit = Finalize(None, self._note_exit, exitpriority=0)
         return self
+
+    def _note_exit(self) -> None:
+        """Note that the program ends, though the run was not closed."""
+        error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+        self._gatherer.note_end(error)
 
     def close(self) -> None:
         """Write the figures of all steps and end. **Raises** the error of the gathering thread."""
+        self._look_for_idle_scheduler()
         self._detach()
         try:
             self._hand_over()
@@ -229,7 +264,12 @@ class Observation:
 
     def _detach(self) -> None:
         """Stop to record, and keep neither the model nor the optimizers alive."""
+        self._exit.cancel()
         self._open.close()
+        self._checks.clear()
+        self._schedulers.clear()
+        self._step_figures.clear()
+        self._recorder.on_main = self._recorder.on_inputs = None
         self._parts.engines, self._optimizers = [], ()
         self._memory.clear()
         self._lost_updates.clear()
@@ -241,10 +281,11 @@ class Observation:
         if error is None:
             return self.close()
         phase, unit = self._recorder.current_phase()
-        self._look_at_error(error, phase, unit)
+        self._look_at_error(error, phase, unit or "")
         self._detach()
         last, during = self._last_step, self._step + 1
-        self._gatherer.end(error, last, during=during, phase=phase, unit=unit)
+        place = {"phase": phase} if unit is None else {"phase": phase, "unit": unit}
+        self._gatherer.end(error, last, during=during, **place)
 
     def data(self, batches: Iterable[T]) -> Iterator[T]:
         """Yield the batches; the time until each arrives counts as data loading."""
@@ -254,6 +295,7 @@ class Observation:
                 with self.during("data"):
                     batch = next(iterator)
             except StopIteration:
+                self._num_epochs += 1
                 return
             yield batch
 
@@ -278,7 +320,9 @@ class Observation:
                 yield
         finally:
             if not is_inner:
-                self._num_passes += _num_passes(self._parts) - before
+                more = zip(self._num_passes, _num_passes(self._parts), before, strict=True)
+                begun, reduced = (then + now - was for then, now, was in more)
+                self._num_passes = begun, reduced
 
     def log(self, **values: float) -> None:
         """Record figures of the loop with a step: loss, learning rate.
@@ -294,10 +338,12 @@ class Observation:
         self._gatherer.outputs.note(line)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        last = {} if self._last_step is None else self._last_step.values
-        has_bad = not all(map(math.isfinite, (*last.values(), *self._values.values())))
+        has_bad = _has_bad(self._values)
+        if self._last_step is not None and self._last_step.values:
+            has_bad = has_bad or _has_bad(self._last_step.values)
         self._gradients.look(self._parts.units, optimizer, has_bad)
         self._lost_updates.look(optimizer)
+        self._checks.look(optimizer)
         self._recorder.enter(MAIN, "step", "")
 
     def _after_step(self, is_last: bool) -> None:
@@ -312,24 +358,72 @@ class Observation:
                 torch.accelerator.synchronize(self._parts.comm.device)
             self.note(self._recovery.verdict(_LOG.warning))
         keeps_timeline = number == 2 or number % self._detail_every == 0
-        times = number == 1 or (number + 1) % min(_TIMED_EVERY, self._detail_every) == 0
-        recorded = self._recorder.cut(times_device=times)
+        next_keeps = (number + 1) % self._detail_every == 0
+        samples_next = number == 2 or next_keeps
+        checks_next = self._checks.is_due(number + 1) or next_keeps
+        times = self._is_timed and (
+            number == 1 or (number + 1) % min(_TIMED_EVERY, self._detail_every) == 0
+        )
+        is_detailed = samples_next or times or checks_next
+        is_detailed = is_detailed or self._gatherer.wants_details(number + 1)
+        recorded = self._recorder.cut(times, is_detailed)
+        figures: dict[str, float | torch.Tensor] = {m.CORE_WAIT_S: self._core_wait.take_s()}
+        if collections := self._collections.take():
+            figures[m.COLLECTIONS] = collections
+        figures |= self._figures_of_passes()
         lost, worst = self._lost_updates.take(self._step)
         num_bad, bad = self._gradients.take(self._step)
-        before, self._num_passes = self._num_passes, _num_passes(self._parts)
-        passes = self._num_passes - before
-        # `fully_shard` does not see that gradients are dropped, so there all passes count.
-        skipped = max((passes["begun"] or passes["reduced"]) - 1, 0)
-        figures = {IN_HALF: float(self._recorder.in_half), SKIPPED_STEPS: skipped}
-        figures |= {**lost, **num_bad}
+        checked, digest, idle = self._checks.take()
+        for some in (lost, num_bad, checked, self._step_figures.take()):
+            if some:
+                figures |= some
         own_lines: list[RankLine] = [*worst, *bad, *self._memory.take(self._step)]
-        samples_next = number == 2 or (number + 1) % self._detail_every == 0
-        self._recorder.on_main = self._memory.sample if samples_next else None
+        self._watch(samples_next, checks_next)
+        if checks_next and not self._knows_schedulers:
+            self._schedulers = schedulers_of(self._optimizers)
+            self._knows_schedulers = bool(self._schedulers)
+        elif checks_next and self._num_epochs:
+            self._look_for_idle_scheduler()
         self._hand_over()
         values, self._values = self._values, {}
         self._last_step = ObservedStep(
-            self._step, recorded, values, figures, own_lines, keeps_timeline
+            *(self._step, recorded, values, figures, own_lines, keeps_timeline, digest, idle)
         )
+
+    def _watch(self, samples: bool, checks: bool) -> None:
+        """Let the next step be sampled or checked."""
+        recorder = self._recorder
+        if samples or checks or recorder.on_main is not None:
+            watchers = [self._memory.sample] * samples + [self._checks.see_phase] * checks
+            recorder.on_inputs = self._checks.see_inputs if checks else None
+
+            def on_main(phase: str, unit: str) -> None:
+                for see in watchers:
+                    see(phase, unit)
+
+            recorder.on_main = on_main if watchers else None
+            self._checks.begin(checks)
+
+    def _look_for_idle_scheduler(self) -> None:
+        """Note schedulers that were not stepped, after an epoch or at the end of a run."""
+        if self._schedulers and self._num_observed >= _SCHEDULED_STEPS:
+            schedulers, self._schedulers = self._schedulers, []
+            if not any(map(is_stepped, schedulers)):
+                name = type(schedulers[0]).__name__
+                rate = float(self._optimizers[0].param_groups[0].get("lr", 0.0))
+                self.note(IdleScheduler(max(self._step, 1), name[:MAX_NAME], rate))
+
+    def _figures_of_passes(self) -> dict[str, float]:
+        """Return the figures of skipped steps, of the learning rate and of autocast."""
+        before, self._num_passes = self._num_passes, _num_passes(self._parts)
+        begun, reduced = (now - then for now, then in zip(self._num_passes, before, strict=True))
+        # `fully_shard` does not see that gradients are dropped, so there all passes count.
+        skipped = max((begun or reduced) - 1, 0)
+        rate = self._optimizers[0].param_groups[0].get("lr")
+        found = {m.IN_HALF: float(self._recorder.in_half), m.SKIPPED_STEPS: skipped}
+        if isinstance(rate, float):
+            found[m.LEARNING_RATE] = rate
+        return found
 
     def _hand_over(self) -> None:
         """Give the last step to the thread, with the values logged since its end."""
@@ -344,6 +438,10 @@ class Observation:
             self._gatherer.outputs.note(report)
 
 
+def _has_bad(values: Mapping[str, float]) -> bool:
+    return not all(map(math.isfinite, values.values()))
+
+
 def _casts_to_half(device: torch.device) -> bool:
     """Tell whether torch.autocast is on, for the CPU or this device, and casts to float16."""
     return any(
@@ -352,8 +450,10 @@ def _casts_to_half(device: torch.device) -> bool:
     )
 
 
-def _num_passes(parts: Parts) -> Counter[str]:
+def _num_passes(parts: Parts) -> tuple[int, int]:
     """Return the number of passes that began without gradients, and of reduced ones."""
-    done = [engine.backward for engine in parts.engines]  # none after the end of a run
-    begun = max((each.num_begun for each in done), default=0)
-    return Counter(begun=begun, reduced=max((each.num_reduced for each in done), default=0))
+    begun = reduced = 0
+    for engine in parts.engines:  # none after the end of a run
+        begun = max(begun, engine.backward.num_begun)
+        reduced = max(reduced, engine.backward.num_reduced)
+    return begun, reduced

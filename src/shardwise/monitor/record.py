@@ -24,6 +24,7 @@ from pydantic import Field
 from shardwise.checkpoint.files import replacing
 from shardwise.errors import ConfigError
 from shardwise.keys import checked_value, read_json, shown
+from shardwise.monitor.lateness import Late
 from shardwise.monitor.lines import (
     MAX_RANKS,
     Amount,
@@ -103,7 +104,7 @@ class StepLine:
     each step that a rank waits for another one's messages: the few longest, if the transport
     reports them. ``bad_since[name][rank]`` is the first step in which a value logged by a rank was
     not finite, 0 if all were finite; it has the names that are bad on any rank, and gradients by
-    the name of their metric.
+    the name of their metric. ``late`` has the ranks that were late in some of these steps.
     """
 
     step: Count
@@ -115,6 +116,7 @@ class StepLine:
     bad_since: Mapping[Name, Mapping[Rank, Count]] = field(default_factory=dict)
     values_over_steps: Mapping[Name, OverSteps] = field(default_factory=dict)
     metrics_over_steps: Mapping[Name, OverSteps] = field(default_factory=dict)
+    late: Mapping[Rank, Late] = field(default_factory=dict)
 
 
 # -- lines of single ranks
@@ -198,6 +200,38 @@ class LostUpdates:
 
 
 @dataclass(frozen=True)
+class SkippedSteps:
+    """A loss scaler has skipped so many steps in a row, the last one with this ``scale``."""
+
+    step: Count
+    num_steps: Count
+    scale: Logged = None
+
+
+@dataclass(frozen=True)
+class NoGradient:
+    """Parameters of the optimizer that have no gradient on any rank, or only zeros, in one step.
+
+    ``share`` is that of their elements, ``trained`` how many of them need a gradient.
+    """
+
+    step: Count
+    parameters: Sequence[Name]
+    num_parameters: Count
+    share: Annotated[float, Field(ge=0, le=1)]
+    trained: Count
+
+
+@dataclass(frozen=True)
+class IdleScheduler:
+    """The optimizer has a learning rate scheduler that was never stepped."""
+
+    step: Count
+    scheduler: Name
+    rate: Logged = None
+
+
+@dataclass(frozen=True)
 class Fix:
     """One way to need less memory: a change of `shard()` or of the loop; bytes of this rank."""
 
@@ -262,7 +296,8 @@ class Restart:
 
 
 _Detail = Timeline | Memory | NonFinite | LostUpdates | OutOfMemory
-RankLine = Begin | End | _Detail | Save | OtherSave | Restart
+_Training = SkippedSteps | NoGradient | IdleScheduler
+RankLine = Begin | End | _Detail | _Training | Save | OtherSave | Restart
 KINDS: Mapping[str, type[RankLine]] = {
     "begin": Begin,
     "end": End,
@@ -271,6 +306,9 @@ KINDS: Mapping[str, type[RankLine]] = {
     "non_finite": NonFinite,
     "lost_updates": LostUpdates,
     "out_of_memory": OutOfMemory,
+    "skipped_steps": SkippedSteps,
+    "no_gradient": NoGradient,
+    "idle_scheduler": IdleScheduler,
     "save": Save,
     "other_save": OtherSave,
     "restart": Restart,

@@ -8,6 +8,13 @@ innermost that was entered, or outside of all. So its spans cover a step without
 of one kind over one axis are a line: a group runs them one after the other, so each begins when the
 one before it has ended, even if it was started earlier. Copies between host and device, and reads
 and writes of files, are a line for each kind, and so is each thread in the background.
+
+Note [Steps without details]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+An event of each phase of each unit costs a percent of a short step. So most short steps have none:
+of the training thread only the seconds in each phase are added up, where the passes of the root
+stand for those of all units. They say how long the rank computed, waited for others and read data,
+in every step. Steps with details show the units and the collectives.
 """
 
 from __future__ import annotations
@@ -18,7 +25,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from shardwise.monitor.lines import SpanRow
@@ -32,8 +38,10 @@ if TYPE_CHECKING:
     from shardwise.device import DeviceClock, DeviceMoment
 
 OUTSIDE = "outside"  # the phase of the training thread while no other was entered
+EVALUATION = "evaluation"  # forward passes that record no gradients
 Interval = tuple[float, float]
 Waits = dict[tuple["ProcessGroup | None", int], float]  # seconds for a rank of a group
+_PASSES = ("forward", EVALUATION, "recompute", "backward")
 _MOST_VALUES = 16  # of a batch that are searched for tokens; a list may have one per sample
 
 
@@ -78,23 +86,32 @@ class Work(NamedTuple):
     ended: DeviceMoment | None
 
 
-@dataclass(frozen=True)
-class Recorded:
-    """The events between two cuts; times of the device if it was timed."""
+class Recorded(NamedTuple):
+    """The events between two cuts; times of the device if it was timed.
+
+    Without details there are no events of the main line, and ``main_s`` has its seconds by phase.
+    """
 
     begin_s: float
     end_s: float
     told: Sequence[object]  # the fields of all events
     works: Sequence[Work]
     num_tokens: int
-    waited_for: Waits = field(default_factory=dict)
+    waited_for: Waits = {}  # noqa: RUF012 - never written
     first: DeviceMoment | None = None
     last: DeviceMoment | None = None
+    main_s: Mapping[str, float] | None = None
+    paused_s: float = 0.0
 
     @property
     def seconds(self) -> float:
         """Its duration."""
         return self.end_s - self.begin_s
+
+    @property
+    def is_detailed(self) -> bool:
+        """Tell whether it has the events of units and collectives."""
+        return self.main_s is None
 
     @property
     def events(self) -> Iterator[Event]:
@@ -119,11 +136,17 @@ class SpanRecorder:
         device: DeviceClock | None = None,
         clock: Callable[[], float] = time.perf_counter,
         casts_to_half: Callable[[], bool] = lambda: False,
+        records_grads: Callable[[], bool] = lambda: True,
     ) -> None:
         self.in_half = False  # the model was called under autocast to float16
-        self._casts_to_half = casts_to_half
+        self._casts_to_half, self._records_grads = casts_to_half, records_grads
+        self.is_detailed = True
+        self._main_s: dict[str, float] = defaultdict(float)  # without details: by phase
+        self._stack: list[str] = []  # without details: the open phases
+        self._at_s = 0.0
+        self._forward = "forward"  # the phase of the forward pass under way
         self._host_clock = clock
-        self._paused_s = 0.0  # in all
+        self._paused_s = self._paused_before_s = 0.0  # in all, and at the last cut
         self._stopped_s: float | None = None  # the begin of the present pause
         self._device = device
         self._told: list[object] = []
@@ -135,7 +158,10 @@ class SpanRecorder:
         # Called for phases that an error leaves.
         self.on_error: Callable[[BaseException, str, str], None] | None = None
         self.on_saved: Callable[[str, bool], None] | None = None
-        self.on_main: Callable[[str, str], None] | None = None  # called at each event of MAIN
+        # Called at each event of MAIN in steps with details; and with the model's inputs.
+        self.on_main: Callable[[str, str], None] | None = None
+        self.on_norm: Callable[[Tensor, float], None] | None = None
+        self.on_inputs: Callable[[object, Mapping[str, object]], None] | None = None
 
     def _clock(self) -> float:
         now_s = self._host_clock() if self._stopped_s is None else self._stopped_s
@@ -161,13 +187,32 @@ class SpanRecorder:
 
     def enter(self, line: str, phase: str, unit: str) -> None:
         """Note that a phase begins."""
-        self._note(True, line, phase, unit)
+        if phase == "forward":
+            phase = self._forward
+        if self.is_detailed or line != MAIN:
+            self._note(True, line, phase, unit)
+        elif self._stopped_s is None:
+            self._add_seconds()
+            self._stack.append(phase)
 
     def leave(self, line: str, phase: str, unit: str) -> None:
         """Note that a phase ends."""
         if self.on_error is not None and (error := sys.exc_info()[1]) is not None:
             self.on_error(error, phase, unit)
-        self._note(False, line, phase, unit)
+        if phase == "forward":
+            phase = self._forward
+        if self.is_detailed or line != MAIN:
+            self._note(False, line, phase, unit)
+        elif self._stopped_s is None and not (unit and phase in _PASSES):
+            self._add_seconds()
+            if phase in self._stack:
+                del self._stack[len(self._stack) - 1 - self._stack[::-1].index(phase)]
+
+    def _add_seconds(self) -> None:
+        """Add the time since the last event to the innermost phase."""
+        now_s = self._host_clock() - self._paused_s
+        self._main_s[self._stack[-1] if self._stack else OUTSIDE] += now_s - self._at_s
+        self._at_s = now_s
 
     def _note(self, enters: bool, line: str, phase: str, unit: str) -> None:
         if line != MAIN:  # other threads continue during a pause
@@ -185,10 +230,14 @@ class SpanRecorder:
     @property
     def has_begun(self) -> bool:
         """Tell whether a forward pass has begun since the last cut."""
+        if not self.is_detailed:
+            return "forward" in self._main_s or "forward" in self._stack
         return "forward" in self._told[3::_FIELDS]
 
-    def current_phase(self) -> tuple[str, str]:
-        """Return the phase and the unit that the main line is in."""
+    def current_phase(self) -> tuple[str, str | None]:
+        """Return the phase and the unit that the main line is in; None if the unit is unknown."""
+        if not self.is_detailed:
+            return (self._stack[-1] if self._stack else OUTSIDE), None
         last = spans_of(Recorded(0.0, math.inf, self._told, (), 0), {})[-1]
         return last.phase, last.unit
 
@@ -215,24 +264,43 @@ class SpanRecorder:
         self._waited_for[group, peer] += seconds
 
     def see_inputs(self, args: object, kwargs: Mapping[str, object]) -> None:
-        """Count the tokens of the model's inputs."""
+        """Count the tokens of the model's inputs, of passes that record gradients."""
         if not self.is_paused:
+            self._forward = "forward" if self._records_grads() else EVALUATION
+            if self._forward == EVALUATION:
+                return
             self._num_tokens += num_tokens(args, kwargs)
             self.in_half = self.in_half or self._casts_to_half()
+            if self.on_inputs is not None:
+                self.on_inputs(args, kwargs)
+
+    def see_norm(self, norm: Tensor, max_norm: float) -> None:
+        """Pass on the norm of gradients before they are clipped."""
+        if self.on_norm is not None:
+            self.on_norm(norm, max_norm)
 
     def saved(self, path: str, is_finite: bool) -> None:
         """Pass on the event that a checkpoint is on disk."""
         if self.on_saved is not None:
             self.on_saved(path, is_finite)
 
-    def cut(self, times_device: bool = False) -> Recorded:
-        """Return the events since the last cut; ``times_device`` is about those until the next."""
-        end_s, last = self._clock(), self._now()
+    def cut(self, times_device: bool = False, is_detailed: bool = True) -> Recorded:
+        """Return the events since the last cut.
+
+        ``times_device`` and ``is_detailed`` are about those until the next one.
+        """
+        end_s, last, main_s = self._clock(), self._now(), None
+        if not self.is_detailed:
+            main_s = self._main_s
+            main_s[self._stack[-1] if self._stack else OUTSIDE] += end_s - self._at_s
+            self._main_s, self._stack = defaultdict(float), []
         what = self._told, self._works, self._num_tokens, self._waited_for
-        found = Recorded(self._begin_s, end_s, *what, self._first, last)
+        paused_s = self._paused_s - self._paused_before_s
+        found = Recorded(self._begin_s, end_s, *what, self._first, last, main_s, paused_s)
         self._told, self._works = [], []
         self._num_tokens, self._waited_for = 0, defaultdict(float)
-        self._begin_s = end_s
+        self._begin_s = self._at_s = end_s
+        self._paused_before_s, self.is_detailed = self._paused_s, is_detailed
         timed = times_device and self._device is not None
         self._first = self._device.now() if timed and self._device is not None else None
         return found

@@ -70,6 +70,8 @@ def clip_grad_norm_(
             "cannot be clipped. To disable this error and scale the gradients by the non-finite "
             "norm anyway, set `error_if_nonfinite=False`"
         )
+    if owner is not None and (recorder := owner.unit.comm.tracer.detailed) is not None:
+        recorder.see_norm(total, max_norm)
     by = (max_norm / (total + 1e-6)).clamp(max=1.0)  # torch's formula, and its epsilon
     for device in {grad.device for grad in grads}:
         torch._foreach_mul_([g for g in grads if g.device == device], by.to(device))

@@ -7,24 +7,31 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from shardwise.monitor.doctor import settings, state, waits
+from shardwise.monitor.doctor import settings, state, training, waits
 from shardwise.monitor.doctor.evidence import Evidence, NotEnough
 from shardwise.monitor.findings import Abstention, Diagnosis, Finding
 from shardwise.monitor.lines import JsonLines
 from shardwise.monitor.record import (
+    IdleScheduler,
     LostUpdates,
     Memory,
+    NoGradient,
     NonFinite,
     OtherSave,
     RankLine,
     RunFacts,
     RunRecord,
+    SkippedSteps,
     StepLine,
 )
 
 _LOG = logging.getLogger("shardwise")
 _HELD_LINES = 3  # that show a finding, before it is logged
-_KEPT_LINES, _KEPT_OWN = 64, 8  # by the live doctor
+_KEPT_LINES, _KEPT_OWN = 64, 16  # by the live doctor
+_JUDGED = (
+    *(Memory, NonFinite, LostUpdates, OtherSave),
+    *(NoGradient, SkippedSteps, IdleScheduler),
+)
 
 
 class _Rule(NamedTuple):
@@ -50,17 +57,28 @@ _RULES = (
     _Rule(("SW020",), waits.straggler, 2),
     _Rule(("SW021",), waits.data_loader),
     _Rule(("SW024",), waits.uneven_batches, 2),
+    _Rule(("SW025",), training.shared_inputs, 2),
+    _Rule(("SW026",), training.small_batches),
+    _Rule(("SW027",), training.many_reads),
     _Rule(("SW022",), state.no_step),
     _Rule(("SW023",), state.died),
     _Rule(("SW030", "SW005"), state.full_memory),
     _Rule(("SW031",), state.fragmentation),
     _Rule(("SW032", "SW033"), state.cost_of_offload),
+    _Rule(("SW034",), training.memory_leak),
+    _Rule(("SW035",), training.needless_recomputation),
     _Rule(("SW040",), state.half_precision),
     _Rule(("SW041",), state.not_finite),
     _Rule(("SW042",), state.lost_updates),
+    _Rule(("SW043",), training.growing_norm),
+    _Rule(("SW044",), training.idle_scheduler),
+    _Rule(("SW045",), training.no_gradient),
+    _Rule(("SW046",), training.dropout_off),
+    _Rule(("SW047",), training.kept_gradients),
     _Rule(("SW050",), state.slow_saves),
     _Rule(("SW050",), state.other_saves),
     _Rule(("SW051",), state.no_saves),
+    _Rule(("SW052",), training.long_evaluation),
 )
 
 
@@ -106,7 +124,7 @@ class LiveDoctor:
 
     def note(self, line: RankLine) -> None:
         """Take a line of this rank: its memory, bad gradients, saves."""
-        if isinstance(line, Memory | NonFinite | LostUpdates | OtherSave):
+        if isinstance(line, _JUDGED):
             self._own.append(line)
 
     def write(self, line: StepLine) -> None:

@@ -8,7 +8,7 @@ nothing. A rank is named only if it is the same one in nearly all lines. A durat
 a core's time is noise: on a CPU ranks share cores with each other and with other processes.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Literal
@@ -101,6 +101,26 @@ class Evidence:
     def core_wait_s(self) -> float:
         """The time for which the rank that waits most for a core does; 0 if unknown."""
         return self.typical(m.CORE_WAIT_S, "max", 0.0)
+
+    @property
+    def memory_percent(self) -> float:
+        """The memory in use at the peak, per cent of the device; ranks of a host share its own."""
+        sharing = max(Counter(self.facts.hosts).values(), default=1) if self.is_cpu else 1
+        return sharing * self.typical(m.MAX_ACTIVE_SHARE, "max")
+
+    def late_seconds(self, *causes: str) -> tuple[dict[int, float], dict[int, int]]:
+        """Return the seconds for which others waited for each rank, and in how many steps.
+
+        With ``causes`` only seconds of these parts; of the lines after the first steps.
+        """
+        seconds: dict[int, float] = defaultdict(float)
+        counts = Counter[int]()
+        for line in self.warm_lines:
+            for rank, late in line.late.items():
+                taken = {c: s for c, s in late.seconds.items() if not causes or c in causes}
+                seconds[rank] += sum(taken.values())
+                counts[rank] += late.num_steps if taken else 0
+        return dict(seconds), dict(counts)
 
     def check_cores(self, seconds: float, times: float = 1.0, lines: Lines | None = None) -> None:
         """Check that ranks on a CPU do not wait for cores as long as ``seconds / times``."""

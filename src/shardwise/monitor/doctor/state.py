@@ -2,8 +2,8 @@
 
 import math
 import re
-from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -27,6 +27,7 @@ from shardwise.monitor.record import (
     OutOfMemory,
     RunRecord,
     Save,
+    SkippedSteps,
     StepLine,
 )
 from shardwise.names import name_of_unit
@@ -47,7 +48,8 @@ _MOST_MTBF_S = 7 * 24 * 3600.0  # of people, disks and networks
 _UNSAVED_S, _UNSAVED_TIMES = 1800.0, 4.0
 _CUT_BY_NEXT = {0: ("optimizer_state", "param_shards"), 1: ("grad_full",), 2: ("param_full",)}
 _SKIPPED = 0.05
-_LEAST_SCALE = 1.0
+_LEAST_SCALE, _FALLS = 1.0, 16.0
+_SKIPPED_IN_A_ROW = 16
 _LOST, _LOST_OF_WORST = 10.0, 50.0  # per cent
 _MIN_LOOKS, _MAX_LOOKS = 3, 20  # lines with a look at updates
 _NAMED = 3
@@ -63,9 +65,7 @@ def _num_retries(e: Evidence) -> float:
 
 def full_memory(e: Evidence) -> Finding | None:
     """Find a device that is nearly full, of activations or of the model's state."""
-    # The ranks of a host share its memory.
-    sharing = max(Counter(e.facts.hosts).values(), default=1) if e.is_cpu else 1
-    percent, retries = sharing * e.typical(m.MAX_ACTIVE_SHARE, "max"), _num_retries(e)
+    percent, retries = e.memory_percent, _num_retries(e)
     if percent < _NEARLY_FULL and not retries:
         return None
     engine, other = sum(e.peak.device.values()), e.peak.other
@@ -233,27 +233,58 @@ def no_saves(e: Evidence) -> Finding | None:
 
 # -- numbers
 def half_precision(e: Evidence) -> Finding | None:
-    """Find a loss scaler that continues to skip steps, or whose scale is too low."""
+    """Find a loss scaler that continues to skip steps, or whose scale falls or is too low."""
     facts = e.facts
+    if (in_a_row := _skipped_now(e)) is not None:
+        return in_a_row
+    scales = [
+        line.metrics[m.LOSS_SCALE].min for line in e.run.steps if m.LOSS_SCALE in line.metrics
+    ]
     autocast = any(figure(line, m.IN_HALF).max for line in e.run.steps if m.IN_HALF in line.metrics)
-    if not autocast and not any("float16" in u.dtype.replace("bfloat16", "") for u in facts.units):
+    is_half = any("float16" in u.dtype.replace("bfloat16", "") for u in facts.units)
+    if not (autocast or is_half or scales):
         return None
     lines = e.lines_with(m.SKIPPED_STEPS)
-    # With `fully_shard` a skipped step looks like a micro-batch without a window.
+    # With `fully_shard` a skipped step looks like a micro-batch without a window, unless the
+    # scaler's own calls are known.
     usual = min(figure(line, m.SKIPPED_STEPS).max for line in lines)
-    usual = usual if facts.reduces_units_alone else 0.0
+    usual = usual if facts.reduces_units_alone and not scales else 0.0
     taken = count_steps(lines)
     skipped = total(lines, m.SKIPPED_STEPS) - usual * taken
     share = skipped / (skipped + taken)
-    scales = [v for line in lines for name, v in line.values.items() if "scale" in name and v]
+    scales = scales or [v for n in lines for name, v in n.values.items() if "scale" in name and v]
     is_low = bool(scales) and scales[-1] < _LEAST_SCALE
-    if share <= _SKIPPED and not is_low:
+    third = len(scales) // 3
+    falls = third > 1 and min(scales[:third]) > _FALLS * max(scales[-third:])
+    falls = falls and min(scales[third:-third]) > max(scales[-third:])
+    if share <= _SKIPPED and not is_low and not falls:
         return None
     evidence = {"skipped steps": skipped, "share": share, "threshold": _SKIPPED, "steps": taken}
     if scales:
         evidence |= {"loss scale": scales[-1], "mean loss scale": fmean(scales)}
     low = f"; the loss scale is {scales[-1]:g}" if is_low else ""
+    low = f"; the loss scale fell from {scales[0]:g} to {scales[-1]:g}" if falls else low
     return make_finding("SW040", evidence, low=low, all=f"{skipped + taken:.0f}")
+
+
+def _skipped_now(e: Evidence) -> Finding | None:
+    """Find a scaler that has skipped all steps of late, of which there may be no line at all."""
+    newest = max(
+        (line for _, line in e.run.lines(SkippedSteps)), key=lambda n: n.step, default=None
+    )
+    lines = [
+        n for _, n in e.run.lines(SkippedSteps) if newest is not None and n.step == newest.step
+    ]
+    most = max(lines, key=lambda line: line.num_steps, default=None)
+    last = e.run.steps[-1].step if e.run.steps else 0
+    if most is None or most.num_steps < _SKIPPED_IN_A_ROW or last > most.step:
+        return None
+    evidence: dict[str, float] = {
+        "skipped in a row": most.num_steps,
+        "threshold": _SKIPPED_IN_A_ROW,
+    }
+    evidence |= {"loss scale": most.scale or 0.0, "step": most.step}
+    return make_finding("SW040.all", evidence, scale=f"{most.scale or 0.0:g}")
 
 
 def not_finite(e: Evidence) -> Finding | None:
@@ -362,7 +393,7 @@ def died(e: Evidence) -> Finding | None:
     run, last_lines = e.run, e.run.end_lines
     ends = {rank: line for rank, line in last_lines.items() if isinstance(line, End)}
     failed = {rank: line for rank, line in ends.items() if line.error}
-    stopped = [rank for rank, line in failed.items() if line.error == "KeyboardInterrupt"]
+    stopped = [rank for rank, line in failed.items() if _is_by_choice(line)]
     failed = {rank: line for rank, line in failed.items() if rank not in stopped}
     own = {rank: line for rank, line in failed.items() if not line.follows}
     this = own_process()
@@ -376,7 +407,14 @@ def died(e: Evidence) -> Finding | None:
     last = run.steps[-1].step if run.steps else 0
     named: Sequence[int] = [*gone]
     changes: list[Change] = []
-    if own or not gone:
+    early = [] if own or gone else _ended_early(ends)
+    if early:
+        named, step = early, min(ends[rank].step for rank in early)
+        verdict = (
+            f"{_list_ranks(early)} ended the loop after step {step} without an error, and "
+            f"the other ranks went on: their communication failed in step {step + 1}"
+        )
+    elif own or not gone:
         # The first that failed in a step; errors outside of steps come after them.
         first = min(
             own or failed,
@@ -391,7 +429,8 @@ def died(e: Evidence) -> Finding | None:
         over = max([last, *(step - 1 for step in during if step is not None)])
         verdict = (
             f"{_list_ranks(named)} on {gone[named[0]]} died after step {over} and left no error: "
-            "killed (signal 9; the system does so when the host's memory runs out), or crashed"
+            "killed (signal 9; the system does so when the host's memory runs out), crashed "
+            "(signal 11), or ended by os._exit"
         )
     others = [rank for rank in failed if rank not in named]
     quoted = [_quote(rank, failed[rank]) for rank in others[:_MAX_SHOWN]]
@@ -410,6 +449,23 @@ def died(e: Evidence) -> Finding | None:
         verdict=verdict,
         why=" ".join(quoted) or "The run did not come to its end.",
     )
+
+
+def _is_by_choice(line: End) -> bool:
+    """Tell whether a program or its user stopped a run by an exception that says so."""
+    name = line.error or ""
+    is_stop = "Stop" in name and name not in ("StopIteration", "StopAsyncIteration")
+    return name in ("KeyboardInterrupt", "GeneratorExit") or is_stop
+
+
+def _ended_early(ends: Mapping[int, End]) -> list[int]:
+    """Return the ranks whose loop was over while communication failed in a step of others.
+
+    An error that has no step came after the loop, from an exchange with ranks that are in one.
+    """
+    during = [line.during for line in ends.values() if line.follows and line.during is not None]
+    over = {rank: line.step for rank, line in ends.items() if not line.error or line.during is None}
+    return [rank for rank, step in over.items() if during and step < min(during)]
 
 
 def _describe_error(line: End) -> str:
@@ -431,7 +487,8 @@ def _describe_cause(
     step = line.step if line.during is None else line.during
     place = f"in step {step}"
     if line.phase not in (None, "outside"):
-        place += f", in {line.phase} of '{name_of_unit(line.unit or '')}'"
+        of = "" if line.unit is None else f" of '{name_of_unit(line.unit)}'"
+        place += f", in {line.phase}{of}"
     if line.follows:
         return f"communication failed {place} on rank {first}: {_describe_error(line)}", []
     for _, oom in run.lines(OutOfMemory, first):

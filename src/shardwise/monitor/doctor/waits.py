@@ -1,5 +1,6 @@
 """Rules about waits of ranks: for communication, for late ranks, for batches."""
 
+from collections import defaultdict
 from collections.abc import Callable
 from statistics import median
 
@@ -23,8 +24,11 @@ _FITS = 70.0  # percent of the device
 _SLOW_RATE, _MIN_AXIS_MIB = 0.3, 1.0
 _SLOW_LINK, _TIMES_OTHERS, _LINK_LINES = 0.1, 3.0, 0.6
 _SKEW = 0.1  # of the step
+_LATE_STEPS = 12  # at least, before a rank is late in some of them
 _LATE_LINES, _LATE_SHARE = 3, 0.25  # of those judged: fewer may be chance
 _EXPLAINS = 0.5  # of the skew, by the phase that takes longest on the rank
+_LATE_OF_RUN, _DOMINATES, _ALMOST_ALL = 0.04, 3.0, 0.8
+_UNEVEN_WEIGHTS = 0.25
 _DATA = 0.1  # of the step
 _SLOW_LINES = 0.2  # of the lines
 _CAUSES = {
@@ -33,7 +37,8 @@ _CAUSES = {
     m.OUTSIDE_S: "outside of the model (the loop itself, logging, evaluation, garbage collection)",
     m.OPTIMIZER_S: "in the optimizer's step",
     m.STALL_S: "in saves",
-    m.CORE_WAIT_S: "waiting for a core",
+    m.CORE_WAIT_S: "waiting for a core, which other processes use",
+    m.COLLECTIONS: "in Python's garbage collection (gc.collect(), or many objects)",
 }
 Pair = tuple[int, int]
 
@@ -178,6 +183,8 @@ def _has_unknown_axes(facts: RunFacts) -> bool:
 def straggler(e: Evidence) -> Finding | None:
     """Find the rank that waits least while all others wait, in all steps or in some."""
     facts = e.facts
+    if (finding := _by_late_steps(e) or _by_core_waits(e)) is not None:
+        return finding
     others, usual = _of_others(facts)
     all_lines, lines, share = _late_lines(e, others)
     if not lines:
@@ -220,6 +227,96 @@ def straggler(e: Evidence) -> Finding | None:
     )
 
 
+def latest_rank(e: Evidence, *causes: str) -> tuple[int, float, int] | None:
+    """Return the rank that others wait for clearly more than for any other, if there is one.
+
+    With it come the seconds in all, and the number of steps; see Note [Late steps].
+    """
+    seconds, counts = e.late_seconds(*causes)
+    if not seconds or _has_unknown_axes(e.facts):
+        return None
+    rank, *rest = sorted(seconds, key=lambda each: -seconds[each])
+    late_s, count = seconds[rank], counts[rank]
+    second_s = max((seconds[other] for other in rest), default=0.0)
+    steps, whole_s = _size_of(e.warm_lines)
+    is_rare = count < _LATE_LINES or steps < _LATE_STEPS or late_s < _LATE_OF_RUN * whole_s
+    if is_rare or late_s < _DOMINATES * second_s or late_s / count < e.noise_s:
+        return None
+    return rank, late_s, count
+
+
+def _by_late_steps(e: Evidence) -> Finding | None:
+    found = latest_rank(e)
+    if found is None:
+        return None
+    rank, late_s, count = found
+    causes: dict[str, float] = defaultdict(float)
+    for line in e.warm_lines:
+        if rank in line.late:
+            for cause, seconds in line.late[rank].seconds.items():
+                causes[cause] += seconds
+    worst, (steps, whole_s) = max(causes, key=causes.__getitem__), _size_of(e.warm_lines)
+    if worst == m.DATA_S:
+        return None  # the rule about loaders names the rank
+    evidence = {
+        "late, s": late_s,
+        "share of the run": late_s / whole_s,
+        "threshold": _LATE_OF_RUN,
+        "late steps": count,
+        "steps": steps,
+        **{f"longer: {name}": seconds for name, seconds in causes.items()},
+    }
+    # Almost every step is each step.
+    often = "each step" if count > _ALMOST_ALL * steps else f"{count} of {steps} steps"
+    return _straggler(e, evidence, rank, late_s / count, often, worst, gain=late_s / steps)
+
+
+def _size_of(lines: Lines) -> tuple[int, float]:
+    """Return the number of steps, and their seconds without waits for a core."""
+    whole_s = total(lines, m.STEP_S, "median")
+    waits = [line for line in lines if m.CORE_WAIT_S in line.metrics]
+    return count_steps(lines), max(whole_s - total(waits, m.CORE_WAIT_S, "median"), 0.1 * whole_s)
+
+
+def _by_core_waits(e: Evidence) -> Finding | None:
+    """Find one rank that waits for a core while the others do not: other work is on its cores."""
+    if e.facts.num_ranks == 1 or not e.is_cpu:
+        return None
+    lines = e.lines_with(m.CORE_WAIT_S)
+    rank, (_, usual) = e.same_rank(m.CORE_WAIT_S, "max", lines), _of_others(e.facts)
+    most_s, usual_s = e.core_wait_s, e.typical(m.CORE_WAIT_S, usual)
+    is_long = most_s >= max(_SKEW * e.step_s, e.noise_s)
+    if rank is None or not is_long or most_s < _DOMINATES * usual_s:
+        return None
+    evidence = {"waits for a core, s/step": most_s, "others, s/step": usual_s}
+    evidence |= {"share of the step": most_s / e.step_s, "threshold": _SKEW}
+    late_s = most_s - usual_s
+    return _straggler(e, evidence, rank, late_s, "each step", m.CORE_WAIT_S, gain=late_s)
+
+
+def _straggler(
+    e: Evidence,
+    evidence: dict[str, float],
+    rank: int,
+    late_s: float,
+    often: str,
+    cause: str,
+    gain: float,
+) -> Finding:
+    hosts = e.facts.hosts
+    return make_finding(
+        "SW020",
+        evidence,
+        gain=gain,
+        rank=rank,
+        number=rank,
+        host=hosts[rank] if rank < len(hosts) else "an unknown host",
+        late_s=late_s,
+        often=often,
+        doing=f": it is longer {_CAUSES[cause]}" if cause in _CAUSES else "",
+    )
+
+
 def _late_lines(e: Evidence, others: Which) -> tuple[Lines, Lines, float]:
     """Return the lines that are judged, those in which a rank is waited for, and their share.
 
@@ -258,10 +355,19 @@ def uneven_batches(e: Evidence) -> Finding | None:
     expected_s = behind * e.typical(m.COMPUTE_S, usual, lines=lines)
     rank = e.same_rank(m.TOKENS_BEHIND_SHARE, "min", lines)
     is_other = rank is not None and e.same_rank(m.WAITED_MS, "min", lines) != rank
+    seconds, _ = e.late_seconds(m.COMPUTE_S)
+    if late_s := sum(seconds.values()) / max(count_steps(e.warm_lines), 1):
+        waited_s, is_other = (
+            late_s,
+            rank is not None and max(seconds, key=seconds.__getitem__) != rank,
+        )
     is_long = waited_s >= max(_SKEW * whole_s, e.noise_s)
-    if behind < _SKEW or is_other or not is_long or expected_s < _EXPLAINS * waited_s:
+    if behind < _SKEW or (is_other and is_long):
         return None
-    e.check_cores(waited_s, _TIMES_CORE_WAIT, lines)
+    if not is_long or expected_s < _EXPLAINS * waited_s:
+        return _uneven_weights(e, lines, behind, rank)
+    if not late_s:
+        e.check_cores(waited_s, _TIMES_CORE_WAIT, lines)
     most = e.typical(m.TOKENS, "max", lines=lines)
     which = f"the batches of rank {rank} have {most:.0f} tokens a step,"
     if rank is None:
@@ -278,11 +384,29 @@ def uneven_batches(e: Evidence) -> Finding | None:
     return make_finding("SW024", evidence, gain=gain, rank=rank, which=which, share=share)
 
 
+def _uneven_weights(e: Evidence, lines: Lines, behind: float, rank: int | None) -> Finding | None:
+    """Find one rank that always has more tokens: means of means weigh its tokens less."""
+    if rank is None or behind < _UNEVEN_WEIGHTS:
+        return None
+    most, least = (e.typical(m.TOKENS, which, lines=lines) for which in ("max", "min"))
+    evidence = {"most tokens of a rank, per step": most, "fewest tokens of a rank, per step": least}
+    evidence |= {"tokens that the longest batch has more, share": behind}
+    evidence["threshold"] = _UNEVEN_WEIGHTS
+    return make_finding("SW024.weights", evidence, rank=rank, number=rank, times=most / least)
+
+
 def data_loader(e: Evidence) -> Finding | None:
     """Find steps that wait for their batch."""
     lines = [line for line in e.lines if m.DATA_S in line.metrics]
     if not any(figure(line, m.DATA_S).max for line in lines):
         raise NotEnough("batches that come through run.data(...)")
+    if (late := latest_rank(e, m.DATA_S)) is not None:
+        late_rank, late_s, count = late
+        steps, run_s = _size_of(e.warm_lines)
+        evidence = {"data, s/step": late_s / steps, "late steps": count, "steps": steps}
+        evidence |= {"share of the step": late_s / run_s, "threshold": _LATE_OF_RUN}
+        waiting = f"rank {late_rank} waits"
+        return make_finding("SW021", evidence, gain=late_s / steps, rank=late_rank, waiting=waiting)
     # A mean, as a loader may stall at every few batches; but not of one line alone.
     steps = count_steps(lines)
     data_s, whole_s = total(lines, m.DATA_S) / steps, total(lines, m.STEP_S, "median") / steps
@@ -294,7 +418,7 @@ def data_loader(e: Evidence) -> Finding | None:
     compared: tuple[Which, ...] = ("min",) if e.facts.num_ranks == 2 else ("min", "median")
     are_others_fast = all(e.typical(m.DATA_S, each, lines=lines) < data_s / 3 for each in compared)
     is_one = e.facts.num_ranks > 1 and are_others_fast
-    rank = e.same_rank(m.DATA_S, "max", lines) if is_one else None
+    rank = e.same_rank(m.DATA_S, "max", slow) if is_one else None
     waiting = "ranks wait" if rank is None else f"rank {rank} waits"
     evidence = {
         "data, s/step": data_s,
