@@ -15,7 +15,7 @@ hashes modulo 2^64; the sum over a stage's slices is the tensor's, for any cut. 
 several stages have are read, and eight bytes of each are exchanged.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -102,15 +102,23 @@ class Merged:
     tied: dict[str, str] = field(default_factory=dict)
 
 
-def assemble(control: Control, table: Table, run: str, step: int | None) -> tuple[Manifest, Part]:
+def assemble(
+    control: Control,
+    table: Table,
+    run: str,
+    step: int | None,
+    before: Callable[[], None] = lambda: None,
+) -> tuple[Manifest, Part]:
     """Decide which tensors are saved once and which by each rank; describe them.
+
+    When it returns, ``before`` has been called on all ranks.
 
     **Cost** one exchange of 33 bytes; 16 bytes per whole tensor when ranks differ. If groups of
     ranks have different tensors, their names and shapes: Note [Descriptions of ranks].
 
     **Raises** CheckpointError on all ranks when their tables do not fit together.
     """
-    merged = merge(_groups_of(control, table, run, step))
+    merged = merge(_groups_of(control, table, run, step, before))
     _check_tied_copies(control, table, merged)
     mine = {item.row.key: item for item in (*table.sharded, *table.uncut)}
     rows, owned = list[TensorRow](), list(table.own)
@@ -173,12 +181,15 @@ def items_to_write(table: Table, control: Control) -> list[Item]:
 # -- descriptions of ranks
 
 
-def _groups_of(control: Control, table: Table, run: str, step: int | None) -> list[_Group]:
+def _groups_of(
+    control: Control, table: Table, run: str, step: int | None, before: Callable[[], None]
+) -> list[_Group]:
     """Return what all ranks have, the group of rank 0 first. See Note [Descriptions of ranks]."""
     digests = [bytes.fromhex(digest_of(bytes_of(item.data))) for item in table.uncut]
     mine: list[Described] = []
 
     def describe() -> bytes:
+        before()
         mine.append(_describe(control, table, run, step))
         said = mine[0].model_dump_json().encode()
         return bytes.fromhex(digest_of(said) + digest_of(b"".join(digests)))
