@@ -8,7 +8,9 @@ How. Ranks of one thread each train a chain of decoder-like blocks with AdamW. P
 ``--every`` steps alternate in pairs, in an order drawn anew for each pair. One period begins with a
 copy, the other has none, and each ends when its copy is whole. CPU seconds are of all threads of
 the process and of the kernel's work for it. The table has the median over pairs, with the interval
-that holds it at 95 % (the order statistics of a sign test). To compare two builds, run this program
+that holds it at 95 % (the order statistics of a sign test). "alone" is the CPU time of a copy while
+training stands still, as a share of that of its steps: it is steady on a busy machine too. To
+compare two builds, run this program
 on each in turn, with PYTHONPATH. Target: at most 3 % of CPU and wall time at steps of 24 ms.
 """
 
@@ -81,12 +83,21 @@ def measure(rank: int, options: argparse.Namespace, port: int, folder: str) -> N
             else:
                 without, with_copy = period(False), period(True)
             pairs.append((with_copy, without))
+        alone = []
+        for _ in range(options.rounds):
+            dist.barrier()
+            cpu_s, number = time.process_time(), number + 1
+            saving = checkpoints.copy_to_memory(number)
+            assert saving is not None
+            saving.wait()
+            checkpoints.finish()
+            alone.append(time.process_time() - cpu_s)
         if options.profile and rank == 0:
             profiled(lambda: [period(True) for _ in range(40)])
         elif options.profile:
             [period(True) for _ in range(40)]
     if rank == 0 and not options.profile:
-        report(options, model, pairs, stalls, written)
+        report(options, model, pairs, stalls, alone, written)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -96,6 +107,7 @@ def report(
     model: nn.Module,
     pairs: list[tuple[tuple[float, float], tuple[float, float]]],
     stalls: list[float],
+    alone: list[float],
     written: int,
 ) -> None:
     numel = sum(p.numel() for p in model.parameters())
@@ -114,6 +126,9 @@ def report(
             f"{name:5}{statistics.median(ratios):8.4f} ({low:.4f} to {high:.4f}), "
             f"{statistics.median(more):6.2f} ms a copy"
         )
+    of_steps = statistics.median(without[1] for _, without in pairs)
+    copy_s = statistics.median(alone)
+    print(f"alone{1 + copy_s / of_steps:8.4f}, {1e3 * copy_s:6.2f} ms of CPU a copy")
 
 
 def profiled(work: Any) -> None:

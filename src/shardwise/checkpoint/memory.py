@@ -48,13 +48,14 @@ import warnings
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
 import torch.distributed as dist
 
 from shardwise.checkpoint.all_ranks import explain, on_all_ranks
-from shardwise.checkpoint.assemble import assemble
+from shardwise.checkpoint.assemble import Assembled, assemble
 from shardwise.checkpoint.container import digest_of
 from shardwise.checkpoint.files import Entry, Files, Lock, reading
 from shardwise.checkpoint.folder import (
@@ -127,6 +128,7 @@ class MemoryTier:
         self.newest: int | None = None  # the step of the newest whole copy
         self.whole: tuple[tuple[int, str], ...] = ()  # the copies that count, on rank 0
         self.news: list[str] = []
+        self._assembled = Assembled()
         self._told: set[str] = set()
         self._lock: Lock | None = None
         self._server: PeerServer | None = None
@@ -273,7 +275,8 @@ class MemoryTier:
                 write_small(files, folder / MANIFEST, data, rewrites=True)
                 files.rename(folder, target)
 
-        manifest, part = assemble(control, table, run, step, lambda: self._prepare(folder))
+        before = partial(self._prepare, folder)
+        manifest, part = assemble(control, table, run, step, before, self._assembled)
         # Every host seals it alone, so all have the same bytes: without the time.
         manifest = manifest.model_copy(update={"saved_at": ""})
         whole = write_ranks(files, control, folder, manifest, part, rewrites=True)
