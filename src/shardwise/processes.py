@@ -42,6 +42,19 @@ def own_process() -> Process:
     return Process(os.getpid(), socket.gethostname(), machine, born)
 
 
+def launcher_process() -> Process | None:
+    """Return the process that started this one, if it runs the same Python: it may start others.
+
+    A shell or a batch system is none.
+    """
+    own, pid = own_process(), os.getppid()
+    with suppress(OSError):
+        python = os.readlink(_PROCESSES / "self" / "exe")
+        if os.readlink(_PROCESSES / str(pid) / "exe") == python:
+            return Process(pid, own.host, own.machine, _stat(pid)[_BORN])
+    return None
+
+
 def boot_id() -> str:
     """Return a text that is new at each start of the system. **Raises** OSError if unknown."""
     return Path(_PROCESSES, "sys/kernel/random/boot_id").read_text().strip()

@@ -132,6 +132,7 @@ class Checkpoints:
     leave the others in a collective that it never joins. So while a save is in flight, every
     training forward pass exchanges a byte, and all ranks raise in the same pass. Pipeline stages do
     not exchange it: a stage would wait inside its pass for one that waits for this pass's output.
+    Later copies in memory may fail, and the run goes on: the next call here finds out.
     """
 
     def __init__(
@@ -179,38 +180,45 @@ class Checkpoints:
             self._compare(memory_every or 0, copies)
             if memory_every is not None:
                 root = Path(memory_folder)
-                self._memory = MemoryTier(self.folder, self._control, root, copies, counts)
+                self._memory = MemoryTier(self.folder, self._control, root, copies, *counts)
+                self._tell_news()
         except BaseException:
             self._leave_folder()
             raise
         check = self._warn_of_unread if self._engine.has_stages else self.check
         self._end_checks = self._engine.before_each_pass(check)
 
-    def _enter_folder(self) -> CopiesThatCount:
-        counts = NO_COPIES
+    def _enter_folder(self) -> tuple[CopiesThatCount, str]:
+        counts, why_none = NO_COPIES, ""
         if self._control.rank == 0:
             if holds_checkpoint(self._files, self.folder):
                 raise ConfigError(
                     f"{self.folder} is one checkpoint, not a folder of them. Load it with "
                     "shardwise.load(), and keep those of this run in another folder"
                 )
-            counts = copies_that_count(self._files, self.folder)
+            counts, why_none = copies_that_count(self._files, self.folder)
             self._lock = take_lock(self._files, self.folder, self.run, counts)
             self.leftovers = clean_up(self._files, self.folder)
             self._unread = next(iter(steps_in(self._files, self.folder)), None)
         self._continue_run(entered=True)
-        return counts
+        return counts, why_none
 
-    def _note_copies(self, newest: int | None = None) -> None:
-        """Record which copies count: those of this run up to a step, and the newest on disk."""
-        if newest is None and self._memory is not None:
-            newest = self._memory.newest
+    def _note_copies(self, *new: tuple[int, str]) -> None:
+        """Record which copies count: the newest that is whole, and ``new``; the newest on disk."""
         if self._lock is not None:
             on_disk = next(iter(steps_in(self._files, self.folder)), -1)
-            counts = CopiesThatCount(self.run, -1 if newest is None else newest, on_disk)
+            whole = () if self._memory is None else self._memory.whole[-1:]
+            counts = CopiesThatCount(self.run, (*whole, *new), on_disk)
             name_holder(self._lock, self.run, counts)
             if self._memory is not None:
                 self._memory.counts = counts
+
+    def _tell_news(self) -> None:
+        """Warn of what happened to the copies in memory."""
+        if self._memory is not None:
+            news, self._memory.news = self._memory.news, []
+            for text in news:
+                warnings.warn(text, stacklevel=3)
 
     def _compare(self, *settings: int) -> None:
         """Compare the settings of copies in memory. **Raises** ConfigError if the ranks differ."""
@@ -298,7 +306,8 @@ class Checkpoints:
         memory = self._memory
         if memory is None or checked_step(step) % self._memory_every:
             return None
-        self.check()
+        self._warn_of_unread()
+        self._end_if_done()
         if self._saving is not None or step == memory.newest:
             return None
 
@@ -311,9 +320,7 @@ class Checkpoints:
 
         def write(table: Table) -> Written:
             with self._tracer.span("save", line="checkpoint"):
-                written = memory.write(table, step, self.run)
-                on_all_ranks(self._control, lambda: self._note_copies(step))
-                return written
+                return memory.write(table, step, self.run, self._note_copies)
 
         return self._start(step, extra, staged, write, f"the copy of step {step} to memory", True)
 
@@ -366,10 +373,11 @@ class Checkpoints:
                 on_all_ranks(self._control, lambda: self._refuse_newer(step))
             how = strict, cast, restore_generators, progress
             one = Load(self._files, self._model, self._optimizer, extra, *how)
-            copies = self._memory.find() if self._memory is not None and step is None else []
-            loaded = one.run(self.folder, only, copies)
+            found = self._memory.find() if self._memory is not None and step is None else ()
+            loaded = one.run(self.folder, only, *found)
             if loaded is not None and self._memory is not None:
-                self._memory.keep_only(loaded.step if loaded.from_memory else None)
+                self._memory.keep_only(one.taken if loaded.from_memory else None)
+                self._tell_news()
         self._unread = None
 
         def go_on() -> None:
@@ -386,9 +394,15 @@ class Checkpoints:
     def check(self) -> None:
         """Raise a failure of the background, on every rank; the engine calls this in each pass.
 
-        **Cost** one exchange of a byte while a save is in flight, nothing otherwise.
+        **Cost** one exchange of a byte while a save is in flight, nothing otherwise, and nothing
+        for copies in memory after the first one.
         """
         self._warn_of_unread()
+        if self._saving is not None and not (self._saving.in_memory and self._has_copied):
+            self._end_if_done()
+
+    def _end_if_done(self) -> None:
+        """Finish the save in flight if it has ended on all ranks, or failed on one."""
         if self._saving is None:
             return
         mine = _FAILED if self._saving.error else _DONE if self._saving.done else _RUNNING
@@ -404,6 +418,7 @@ class Checkpoints:
         with self._tracer.span("save", ""):
             saving.join()  # interrupted, it is still in flight
         self._saving = None
+        self._tell_news()
         news, self._news = self._news, []
         for text in news:
             warnings.warn(text, stacklevel=2)

@@ -175,6 +175,22 @@ class Files:
         """Make a file that does not exist."""
         return Writer(path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINKS, 0o644))
 
+    def rewrite(self, path: Path, num_bytes: int) -> Writer:
+        """Make a file of ``num_bytes``, in the memory of one that exists if it is a plain file.
+
+        In a file system in memory this takes a third of the time of a new file: the kernel neither
+        finds nor frees pages.
+        """
+        with suppress(OSError, DamagedCheckpoint):
+            fd = _open_regular(path, os.O_WRONLY)
+            if os.fstat(fd).st_nlink == 1:  # other names may be another program's
+                os.ftruncate(fd, min(os.fstat(fd).st_size, num_bytes))
+                return Writer(path, fd)
+            os.close(fd)
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+        return self.create(path)
+
     def open(self, path: Path) -> Reader:
         """Open a regular file. **Raises** DamagedCheckpoint if it is anything else."""
         fd = _open_regular(path, os.O_RDONLY)

@@ -34,7 +34,7 @@ from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardwise.checkpoint.all_ranks import ask_first_rank, on_all_ranks
 from shardwise.checkpoint.files import Entry, Files, Lock, read_text
@@ -168,14 +168,14 @@ def _lock_of(folder: Path) -> Path:
 
 
 class CopiesThatCount(NamedTuple):
-    """Which copies in memory may be loaded: those of ``run`` up to ``step``.
+    """Which copies in memory may be loaded: those of ``run`` with these steps and digests.
 
-    ``on_disk`` is the newest step on disk that the run knew of: if it has been removed or moved
-    away since, no copy counts. -1: none.
+    A digest is that of the copy's manifest. ``on_disk`` is the newest step on disk that the run
+    knew of: if it has been removed or moved away since, no copy counts. -1: none.
     """
 
     run: str = ""
-    step: int = -1
+    copies: tuple[tuple[int, str], ...] = ()
     on_disk: int = -1
 
 
@@ -199,20 +199,34 @@ def take_lock(files: Files, folder: Path, run: str, copies: CopiesThatCount = NO
 
 
 def name_holder(lock: Lock, run: str, copies: CopiesThatCount) -> None:
-    """Write this process and the copies that count into a lock's file."""
+    """Write this process and the copies that count into a lock's file.
+
+    They are its first line: a process that is killed while it writes leaves the rest of a longer
+    text behind it.
+    """
     said = {"pid": os.getpid(), "host": socket.gethostname(), "run": run, "in_memory": copies}
-    lock.write(json.dumps(said))
+    lock.write(json.dumps(said) + "\n")
 
 
-def copies_that_count(files: Files, folder: Path) -> CopiesThatCount:
-    """Return which copies in memory count, as the last holder of the lock wrote it."""
+def lock_text(files: Files, path: Path) -> Any:
+    """Return what the last holder of a lock wrote. **Raises** OSError, ValueError, or damage."""
+    return json.loads(read_text(files, path, _LOCK_CHARS).partition("\n")[0])
+
+
+def copies_that_count(files: Files, folder: Path) -> tuple[CopiesThatCount, str]:
+    """Return which copies in memory count, as the last holder of the lock wrote it.
+
+    The second value is the reason if they do not count any more; else "".
+    """
     try:
-        said = json.loads(read_text(files, folder / LOCK, _LOCK_CHARS))["in_memory"]
-        found = CopiesThatCount(str(said[0]), int(said[1]), int(said[2]))
+        run, copies, on_disk = lock_text(files, folder / LOCK)["in_memory"]
+        pairs = tuple((int(step), str(digest)) for step, digest in copies)
+        found = CopiesThatCount(str(run), pairs, int(on_disk))
     except (OSError, ValueError, LookupError, TypeError, CheckpointError):
-        return NO_COPIES
-    is_there = found.on_disk < 0 or found.on_disk in steps_in(files, folder)
-    return found if is_there else NO_COPIES
+        return NO_COPIES, f"{folder} does not say that they are of its run"
+    if found.on_disk >= 0 and found.on_disk not in steps_in(files, folder):
+        return found, f"{folder / step_name(found.on_disk)} was removed or moved away after them"
+    return found, ""
 
 
 def lock_holder(files: Files, folder: Path) -> str | None:
@@ -225,7 +239,7 @@ def lock_holder(files: Files, folder: Path) -> str | None:
 
 def _holder(files: Files, path: Path) -> str:
     try:
-        said = json.loads(read_text(files, path, _LOCK_CHARS))
+        said = lock_text(files, path)
         return f"process {said['pid']} on {said['host']} (run {said['run']})"
     except (OSError, ValueError, KeyError, TypeError, CheckpointError):
         return "another process"
@@ -356,6 +370,20 @@ def remove_tree(files: Files, path: Path) -> None:
     files.remove_folder(path)
 
 
+def set_aside(files: Files, path: Path) -> Path:
+    """Rename what is not ours to a free name, and return that. **Raises** OSError."""
+    left = path.parent / f"{_target_of(path.name) or path.name}{_OTHER_FILES}"
+    try:
+        files.rename(path, left)
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+            raise
+        left = left.with_name(f"{left.name}-{os.urandom(4).hex()}")
+        files.rename(path, left)
+    files.sync_folder(left.parent)
+    return left
+
+
 def _rename_away(files: Files, path: Path) -> Path:
     target = _target_of(path.name) or path.name
     away = path.parent / f"{_REMOVED}{target}-{os.urandom(4).hex()}"
@@ -383,16 +411,7 @@ def _empty(files: Files, away: Path) -> Path | None:
         with suppress(FileNotFoundError):
             files.remove_folder(away)
         return None
-    left = away.parent / f"{_target_of(away.name)}{_OTHER_FILES}"
-    try:
-        files.rename(away, left)
-    except OSError as error:
-        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-            raise
-        left = left.with_name(f"{left.name}-{os.urandom(4).hex()}")
-        files.rename(away, left)
-    files.sync_folder(left.parent)
-    return left
+    return set_aside(files, away)
 
 
 # -- rotation
@@ -448,6 +467,14 @@ class Chosen:
     manifest: Manifest
     data: bytes
     in_memory: Files | None = None
+
+
+class Refused(NamedTuple):
+    """A copy in memory that is not loaded, and the reason."""
+
+    step: int
+    text: str
+    is_damaged: bool  # it counted, and something has happened to it
 
 
 def choose(

@@ -360,6 +360,13 @@ class Manifest(SealedPart):
 
     def files_of(self, rank: int, own: Sequence[TensorRow]) -> list[list[Content]]:
         """Lay out the tensors in each file of a rank; those of its ``own`` end the first file."""
+        asked = rank, tuple(own)
+        if asked not in self._files:
+            self._files.clear()  # the last answer is kept: the next copy in memory has it again
+            self._files[asked] = self._lay_out(rank, own)
+        return self._files[asked]
+
+    def _lay_out(self, rank: int, own: Sequence[TensorRow]) -> list[list[Content]]:
         rows, num_shared = (*self.tensors, *own), len(self.tensors)
         files: dict[int, list[tuple[int, Box]]] = {}
         for number, file, box in self.all_boxes(rank):
@@ -375,6 +382,10 @@ class Manifest(SealedPart):
             stored = zip(listed, place(boxes), strict=True)
             found.append([Content(number, box, each) for (number, box), each in stored])
         return found
+
+    @cached_property
+    def _files(self) -> dict[tuple[int, tuple[TensorRow, ...]], list[list[Content]]]:
+        return {}
 
     @cached_property
     def _boxes(self) -> dict[tuple[tuple[int, ...], int, int], tuple[Box, ...]]:

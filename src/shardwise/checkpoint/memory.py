@@ -7,76 +7,93 @@ outlives the processes that write it. Each host holds the files of its ranks, an
 ``copies`` those of ranks of as many other hosts; every host has the manifest. The thread of
 background saves writes it:
 
-1. One rank of each host removes all copies but the newest, and makes a folder.
-2. Every rank writes its files there. Ranks read those of other hosts that theirs is to hold.
-3. One rank of each host writes the manifest and gives the folder its name. A copy counts if the
-   hosts together hold the files of every rank.
+1. One rank of each host renames the older of two copies to a temporary folder, or makes one.
+2. Every rank writes its files there, over those of the older copy: a file system in memory takes
+   three times as long to free pages and find others. Ranks read those of other hosts that theirs
+   is to hold.
+3. Rank 0 notes in the lock file of the checkpoints on disk that the copy counts. One rank of each
+   host writes the manifest and gives the folder its name. A copy counts if the hosts together hold
+   the files of every rank.
 
 So there are at most two copies, and while one is written the other is whole. A copy never counts as
 saved: it is gone when the host restarts, and when the run ends.
 
+Note [Which copy a restart takes]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+The newest that is whole. A run that ends while it writes a copy leaves the one before it, so a
+restart may be two periods behind the last step. What is newer than the loaded state, and why it was
+not taken, is a warning on rank 0 (`Refused`).
+
 Note [Which copies are of this run]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 The folder in memory has a name made of the path of the checkpoints on disk. That folder's lock file
-says which copies count (`folder.CopiesThatCount`); every save, load and copy writes it. Copies of
-another run, of a timeline that the run has left, or beside checkpoints that were moved away
-are never loaded; the next copy removes them.
+says which copies count, by the digests of their manifests (`folder.CopiesThatCount`); every save,
+load and copy writes it. Copies of another run, of a timeline that the run has left, or beside
+checkpoints that were moved away are never loaded; the next copy removes them.
 
-Note [Files of other hosts]
-~~~~~~~~~~~~~~~~~~~~~~~~~~~
-One rank of each host runs a `_Server` for its folder. `PeerFiles` opens the files of some ranks
-here and of others on a host that has them. A connection begins with a token that the ranks have
-exchanged. As in gloo's own connections, nothing is encrypted.
+Note [Folders of runs that are gone]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+The folder's lock file lists the processes of the run on this host, and the launcher that may start
+them again. The next run of this user on the host removes a folder if its lock is free, all these
+processes are gone, and nothing else is in it. A folder whose processes cannot be seen from here (of
+another container) stays.
 """
 
-import hmac
 import json
 import os
 import re
 import socket
-import socketserver
 import stat
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
+from itertools import chain
 from pathlib import Path
-from struct import Struct
 
 import torch.distributed as dist
 
-from shardwise.checkpoint.all_ranks import on_all_ranks
-from shardwise.checkpoint.assemble import assemble
+from shardwise.checkpoint.all_ranks import explain, on_all_ranks
+from shardwise.checkpoint.assemble import Assembled, assemble
 from shardwise.checkpoint.container import digest_of
-from shardwise.checkpoint.files import Files, Lock, Reader
+from shardwise.checkpoint.files import Entry, Files, Lock, reading
 from shardwise.checkpoint.folder import (
     LOCK,
     Chosen,
     CopiesThatCount,
-    remove_tree,
+    Refused,
+    lock_text,
+    remove_checkpoint,
+    set_aside,
     step_name,
-    steps_in,
+    take,
     temporary,
 )
 from shardwise.checkpoint.manifest import MANIFEST, IndexRow, is_ours, parse_manifest, seal
+from shardwise.checkpoint.peers import (
+    AT_ONCE_BYTES,
+    COPY,
+    RANK,
+    TOKEN_BYTES,
+    PeerFiles,
+    PeerReader,
+    PeerServer,
+)
 from shardwise.checkpoint.read import read_small
 from shardwise.checkpoint.state import Table
 from shardwise.checkpoint.verify import difference_of_rank, names_of_rank
 from shardwise.checkpoint.write import NONCE_BYTES, Written, write_ranks, write_small
+from shardwise.comm.collective_key import name_ranks
 from shardwise.comm.control import Control, exchange_any
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 from shardwise.homes import COPIES_IN_MEMORY
-from shardwise.host import TcpServer, is_loopback, own_address
-from shardwise.processes import boot_id
+from shardwise.host import is_loopback, own_address
+from shardwise.processes import Process, boot_id, fate, launcher_process, own_process
 
 ROOT = Path("/dev/shm")
 _Copy = tuple[int, str, int]  # its step, the digest of its manifest, the number of its ranks
-_COPY = re.compile(r"step-[0-9]{8,12}|\.tmp-step-[0-9]{8,12}-[0-9a-f]{8}")
-_TOKEN_BYTES = 16
-_SIZE = Struct("<q")  # of the file, or -1 if it cannot be read; the bytes asked for follow
-_MAX_LINE = 1024
-_AT_ONCE_BYTES = 16 << 20
-_TIMEOUT_S = 30.0  # a host that is silent for so long is gone
-_RANK = re.compile(r"rank([0-9]+)[.-]")
+_RUN_FOLDER = re.compile(r"[0-9a-f]{32}|\.old-[0-9a-f]{32}-[0-9a-f]{8}")
 
 
 def folder_in_memory(folder: Path, root: Path) -> Path:
@@ -88,28 +105,44 @@ class MemoryTier:
     """The copies of one run on all hosts. See Note [Copies in memory].
 
     ``root`` is a folder in memory that outlives the processes. ``counts`` says which copies may be
-    loaded, as rank 0 has it. All ranks make it together, with the same settings, and call its
-    methods together.
+    loaded, as rank 0 has it; ``refused`` is the reason if none of them may. All ranks make it
+    together, with the same settings, and call its methods together.
+
+    ``news`` are warnings for the user, on one rank of each host.
 
     **Raises** CheckpointError on all ranks if the folder is another job's or another user's.
     """
 
     def __init__(
-        self, folder: Path, control: Control, root: Path, copies: int, counts: CopiesThatCount
+        self,
+        folder: Path,
+        control: Control,
+        root: Path,
+        copies: int,
+        counts: CopiesThatCount,
+        refused: str = "",
     ) -> None:
-        self._files, self._control, self.counts = Files(), control, counts
-        self.folder = folder_in_memory(folder, root)
+        self._files, self._control = Files(), control
+        self.counts, self._why_none = counts, refused
+        self._on_disk, self.folder = folder, folder_in_memory(folder, root)
         self.newest: int | None = None  # the step of the newest whole copy
+        self.whole: tuple[tuple[int, str], ...] = ()  # the copies that count, on rank 0
+        self.news: list[str] = []
+        self._assembled = Assembled()
+        self._told: set[str] = set()
         self._lock: Lock | None = None
-        self._server: _Server | None = None
-        self._token = b""
+        self._server: PeerServer | None = None
         self._addresses: dict[int, tuple[str, int]] = {}  # by the rank that leads a host
-        said = exchange_any(control, on_all_ranks(control, self._make_folder))
-        hosts = list(dict.fromkeys(said))
-        self._hosts = [[r for r, each in enumerate(said) if each == host] for host in hosts]
-        self._host = hosts.index(said[control.rank])
+        rows = exchange_any(control, on_all_ranks(control, self._describe_host))
+        said = [json.loads(row) for row in rows]
+        hosts = list(dict.fromkeys(host for host, _ in said))
+        self._hosts = [[r for r, (each, _) in enumerate(said) if each == host] for host in hosts]
+        self._host = hosts.index(said[control.rank][0])
+        self._processes = [each for rank in self._hosts[self._host] for each in said[rank][1]]
         self._copies = min(copies, len(hosts) - 1)
         self._leads = self._hosts[self._host][0] == control.rank
+        token = control.broadcast(os.urandom(TOKEN_BYTES + NONCE_BYTES))
+        self._token, self._nonce = token[:TOKEN_BYTES], token[TOKEN_BYTES:]
         try:
             on_all_ranks(control, self._take_lock)
             if len(hosts) > 1:
@@ -118,40 +151,62 @@ class MemoryTier:
             self.close(clears=False)
             raise
 
-    def _make_folder(self) -> bytes:
-        """Make the folder, which no other user may read; name this rank's host by it.
+    def _describe_host(self) -> bytes:
+        """Return the name of this rank's host, and the processes that its copies are for.
 
         Ranks whose processes share the file system are on one host.
         """
+        found = self._make_folder()
+        name = socket.gethostname()
+        with suppress(OSError):
+            name = boot_id()
+        processes = [own_process(), launcher_process()]
+        shown = [asdict(each) for each in processes if each is not None]
+        return json.dumps([f"{name} {found.st_dev} {found.st_ino}", shown]).encode()
+
+    def _make_folder(self) -> os.stat_result:
+        """Make the folder, which no other user may read; return its status."""
         self._files.make_folders(self.folder.parent.parent)
         for path in (self.folder.parent, self.folder):
             with suppress(FileExistsError):
                 os.mkdir(path, 0o700)
             found = os.lstat(path)
-            is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
-            if not is_ours or stat.S_IMODE(found.st_mode) & 0o077:
+            is_folder, is_own = stat.S_ISDIR(found.st_mode), found.st_uid == os.getuid()
+            if path == self.folder and is_own and not is_folder:  # inside our own folder
+                self._keep_aside(path)
+                return self._make_folder()
+            if path == self.folder and is_own and stat.S_IMODE(found.st_mode) != 0o700:
+                os.chmod(path, 0o700)
+            elif not is_folder or not is_own or stat.S_IMODE(found.st_mode) & 0o077:
                 raise CheckpointError(
                     f"{path} is no folder that only this user may read and write; remove it, or "
                     "pass memory_folder="
                 )
-        name = socket.gethostname()
-        with suppress(OSError):
-            name = boot_id()
-        return f"{name} {found.st_dev} {found.st_ino}".encode()
+        return found
 
     def _take_lock(self) -> None:
         """Hold the folder for this job: another one may use the same path of checkpoints."""
-        if self._leads:
-            self._lock = self._files.lock(self.folder / LOCK)
-            if self._lock is None:
-                raise CheckpointError(
-                    f"{self.folder}: another job of this user keeps its copies there, with "
-                    "checkpoints under the same path; pass another memory_folder="
-                )
+        if not self._leads:
+            return
+        try:
+            self._lock = take(self._files, self.folder / LOCK)
+        except (DamagedCheckpoint, FileNotFoundError) as error:
+            # No file, or another run has just removed the folder, whose processes were gone.
+            if isinstance(error, DamagedCheckpoint):
+                self._keep_aside(self.folder / LOCK)
+            self._make_folder()
+            self._lock = take(self._files, self.folder / LOCK)
+        if self._lock is None:
+            raise CheckpointError(
+                f"{self.folder}: another job of this user keeps its copies there, with "
+                "checkpoints under the same path; pass another memory_folder="
+            )
+        said = {"checkpoints": str(self._on_disk), "processes": self._processes}
+        self._lock.write(json.dumps(said) + "\n")
+        remove_dead_runs(self._files, self.folder, self.news)
 
     def _listen(self) -> None:
         """Start a server on each host; exchange the addresses."""
-        self._token = self._control.broadcast(os.urandom(_TOKEN_BYTES))
         store = getattr(dist.distributed_c10d._get_default_store(), "underlying_store", None)
         address = own_address(getattr(store, "host", None))
         others = [row.decode() for row in exchange_any(self._control, address.encode())]
@@ -167,7 +222,7 @@ class MemoryTier:
                     f"copies in memory: {socket.gethostname()} finds no address under which other "
                     f"hosts ({seen[0]}) reach it; check its network, or pass copies=0"
                 )
-            self._server = _Server(self.folder, address, self._token)
+            self._server = PeerServer(self.folder, address, self._token)
             return json.dumps(self._server.address).encode()
 
         rows = exchange_any(self._control, on_all_ranks(self._control, start))
@@ -192,41 +247,75 @@ class MemoryTier:
             )
 
     def _num_bytes(self, folder: Path) -> int:
-        return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        files = (path for path in folder.rglob("*") if path.is_file() and path.name != LOCK)
+        return sum(path.stat().st_size for path in files)
 
-    def write(self, table: Table, step: int, run: str) -> Written:
+    def write(
+        self, table: Table, step: int, run: str, note: Callable[[tuple[int, str]], None]
+    ) -> Written:
         """Write a copy, on all hosts; return its size. See Note [Copies in memory].
 
-        **Cost** this rank's bytes once, hashed, and again for each of ``copies``, over TCP; a
-        broadcast, and five exchanges of at most 42 bytes.
+        ``note`` records its step and digest, before it gets its name.
+
+        **Cost** this rank's bytes once, hashed, and again for each of ``copies``, over TCP; four
+        exchanges of at most 42 bytes.
 
         **Raises** CheckpointError, the same on all ranks.
         """
         control, files = self._control, self._files
         target = self.folder / step_name(step)
-        folder = temporary(target, control.broadcast(os.urandom(NONCE_BYTES)))
-
-        def begin() -> None:
-            self._make_folder()  # it may have been removed
-            self._remove_all_but(self.newest)
-            if self._leads:
-                files.make_folder(folder)
+        folder = temporary(target, self._nonce)
+        made: list[tuple[int, str]] = []
 
         def give_name() -> None:
+            data = seal(whole)
+            made.append((step, digest_of(data)))
+            note(made[0])
             if self._leads:
-                write_small(files, folder / MANIFEST, seal(whole))
+                write_small(files, folder / MANIFEST, data, rewrites=True)
                 files.rename(folder, target)
 
-        manifest, part = assemble(control, table, run, step)
-        on_all_ranks(control, begin)
+        before = partial(self._prepare, folder)
+        manifest, part = assemble(control, table, run, step, before, self._assembled)
         # Every host seals it alone, so all have the same bytes: without the time.
         manifest = manifest.model_copy(update={"saved_at": ""})
-        whole = write_ranks(files, control, folder, manifest, part)
+        whole = write_ranks(files, control, folder, manifest, part, rewrites=True)
         if self._copies:
             on_all_ranks(control, lambda: self._copy_from_hosts(folder, whole.ranks))
         on_all_ranks(control, give_name)
-        self.newest = step
+        self.newest, self._why_none = step, ""
+        self.whole = (*self.whole[-1:], *made)
         return Written.of(target, whole, control.rank)
+
+    def _prepare(self, folder: Path) -> None:
+        """Make the folder of the next copy, of the older copy's files if there are two."""
+        self._make_folder()  # it may have been removed
+        if not self._leads:
+            return
+        is_made = False
+        for entry in self._entries_but(self.newest):
+            path = self.folder / entry.name
+            if not is_made and entry.kind == "folder" and self._is_plain(path):
+                if path != folder:
+                    self._files.rename(path, folder)
+                is_made = True
+            else:
+                self._remove(path, entry)
+        if not is_made:
+            self._files.make_folder(folder)
+            return
+        held = [self._hosts[self._host - distance] for distance in range(self._copies + 1)]
+        ranks = {rank for on_host in held for rank in on_host}
+        for entry in self._files.list(folder):
+            found = RANK.match(entry.name)
+            if found is None or int(found[1]) not in ranks:  # of another number of ranks or hosts
+                self._files.remove_file(folder / entry.name)
+
+    def _is_plain(self, path: Path) -> bool:
+        """Tell whether a folder holds files of a checkpoint alone."""
+        with suppress(OSError):
+            return all(e.kind == "file" and is_ours(e.name) for e in self._files.list(path))
+        return False
 
     def _copy_from_hosts(self, folder: Path, rows: tuple[IndexRow, ...]) -> None:
         """Copy this rank's share of the files of the hosts before this one."""
@@ -240,23 +329,26 @@ class MemoryTier:
             for name in names_of_rank(rank, rows[rank]):
                 path = folder / name
                 with (
-                    _PeerReader(path, self._addresses[leader], self._token) as reader,
-                    self._files.create(path) as writer,
+                    PeerReader(path, self._addresses[leader], self._token) as reader,
+                    self._files.rewrite(path, reader.size) as writer,
                 ):
-                    for begin in range(0, reader.size, _AT_ONCE_BYTES):
-                        data = reader.read(begin, min(_AT_ONCE_BYTES, reader.size - begin))
+                    for begin in range(0, reader.size, AT_ONCE_BYTES):
+                        data = reader.read(begin, min(AT_ONCE_BYTES, reader.size - begin))
                         writer.write([memoryview(data)])
 
-    def find(self) -> list[Chosen]:
-        """Return the copies of the run that the hosts hold whole, the newest first.
+    def find(self) -> tuple[list[Chosen], list[Refused]]:
+        """Return the copies that the hosts hold whole, the newest first, and the others.
 
         **Cost** two exchanges of some bytes for each saved rank; a broadcast of each manifest.
         """
-        said = json.loads(self._control.broadcast(json.dumps(self.counts).encode()))
-        counts = CopiesThatCount(*said)
-        mine = on_all_ranks(self._control, lambda: self._held(counts))
-        row = json.dumps([[*copy, ranks] for copy, (_, ranks) in mine.items()]).encode()
-        rows = [json.loads(each) for each in exchange_any(self._control, row)]
+        said = json.loads(
+            self._control.broadcast(json.dumps([self.counts, self._why_none]).encode())
+        )
+        counts, why_none = CopiesThatCount(*said[0]), said[1]
+        counted = {(step, digest) for step, digest in ([] if why_none else counts.copies)}
+        mine, refused = on_all_ranks(self._control, lambda: self._held(counted, why_none))
+        row = json.dumps([[[*copy, ranks] for copy, (_, ranks) in mine.items()], refused]).encode()
+        rows, texts = zip(*map(json.loads, exchange_any(self._control, row)), strict=True)
         holders: dict[_Copy, dict[int, int]] = {}  # by saved rank: who leads a host with its files
         here = self._hosts[self._host][0]
         for leader in sorted(range(len(rows)), key=lambda rank: rank != here):
@@ -274,30 +366,71 @@ class MemoryTier:
                 away = {r: self._addresses[by] for r, by in held.items() if by != here}
                 files = PeerFiles(away, self._token)
                 found.append(Chosen(path, step, manifest, data, files))
-        return found
+        whole = {chosen.step for chosen in found}
+        refusals = [Refused(*each) for each in dict.fromkeys(map(tuple, chain(*texts)))]
+        refusals = [each for each in refusals if not (each.is_damaged and each.step in whole)]
+        for step in sorted({step for step, _ in counted}, reverse=True)[:1]:
+            if step not in whole and not any(each.step == step for each in refusals):
+                refusals.append(self._missing(step, holders))
+        return found, refusals
 
-    def _held(self, counts: CopiesThatCount) -> dict[_Copy, tuple[bytes, list[int]]]:
-        """Return this host's copies that count: the manifest, and whose files are here."""
-        found = {}
-        for step in steps_in(self._files, self.folder) if self._leads else ():
-            path = self.folder / step_name(step)
-            with suppress(CheckpointError, OSError):
-                data = read_small(self._files, path / MANIFEST)
-                manifest = parse_manifest(data, str(path / MANIFEST))
-                entries = {entry.name: entry for entry in self._files.list(path)}
-                ranks = [
-                    rank
-                    for rank, row in enumerate(manifest.ranks)
-                    if not difference_of_rank(path, entries, rank, row)
-                ]
-                if (manifest.run, manifest.step) == (counts.run, step) and step <= counts.step:
-                    found[step, digest_of(data), manifest.num_ranks] = data, ranks
-        return found
+    def _missing(self, step: int, holders: Mapping[_Copy, Mapping[int, int]]) -> Refused:
+        """Return what lacks of a copy of which no host holds anything damaged."""
+        text = f"nothing of it is in {self.folder}: the host was restarted, or its memory emptied"
+        for (found, _, num_ranks), held in holders.items():
+            if found == step:
+                lost = name_ranks(sorted(set(range(num_ranks)) - held.keys()))
+                text = f"no host has the files of {lost}"
+        return Refused(step, text, False)
 
-    def keep_only(self, step: int | None) -> None:
-        """Remove all copies but that of ``step``; None: all."""
-        self.newest = step
-        on_all_ranks(self._control, lambda: self._remove_all_but(step))
+    def _held(
+        self, counted: Collection[tuple[int, str]], why_none: str
+    ) -> tuple[dict[_Copy, tuple[bytes, list[int]]], list[Refused]]:
+        """Return this host's copies that count: the manifest, and whose files are here.
+
+        The second value has those that do not count, or lack something.
+        """
+        found: dict[_Copy, tuple[bytes, list[int]]] = {}
+        refused: list[Refused] = []
+        steps = {step for step, _ in counted}
+        for entry in self._entries_but(None) if self._leads else ():
+            match = COPY.fullmatch(entry.name)
+            assert match is not None
+            step, path = int(match[1] or match[3]), self.folder / entry.name
+            if not match[1]:
+                text = "it was not complete when the run ended"
+                refused += [Refused(step, text, False)] if match[2] == "tmp" else []
+                continue
+            try:
+                with reading(path):
+                    if entry.kind != "folder":
+                        raise DamagedCheckpoint(f"{path} is no folder")
+                    data = read_small(self._files, path / MANIFEST)
+                    manifest = parse_manifest(data, str(path / MANIFEST))
+                    entries = {entry.name: entry for entry in self._files.list(path)}
+            except (CheckpointError, OSError) as error:
+                refused.append(Refused(step, explain(error), step in steps))
+                continue
+            if (step, digest_of(data)) not in counted:
+                text = why_none or "the run has gone on from another state since"
+                refused.append(Refused(step, text, False))
+                continue
+            ranks = []
+            for rank, row in enumerate(manifest.ranks):
+                text = difference_of_rank(path, entries, rank, row)
+                if not text:
+                    ranks.append(rank)
+                elif any(name in entries for name in names_of_rank(rank, row)):
+                    refused.append(Refused(step, text, True))
+            found[step, digest_of(data), manifest.num_ranks] = data, ranks
+        return found, refused
+
+    def keep_only(self, loaded: Chosen | None) -> None:
+        """Remove all copies but the one that was loaded; None: all."""
+        self.newest = None if loaded is None else loaded.step
+        self.whole = () if loaded is None else ((loaded.step, digest_of(loaded.data)),)
+        self._why_none = ""
+        on_all_ranks(self._control, lambda: self._remove_all_but(self.newest))
 
     def close(self, clears: bool) -> None:
         """Stop serving other hosts; ``clears`` removes the copies of this host."""
@@ -312,117 +445,96 @@ class MemoryTier:
         except FileNotFoundError:  # it is gone already
             pass
         except OSError as error:
-            warnings.warn(f"{self.folder}: copies stay in memory: {error}", stacklevel=2)
+            warnings.warn(f"{self.folder}: files stay in memory: {explain(error)}", stacklevel=2)
         finally:
             if self._lock is not None:
                 self._lock.release()
                 self._lock = None
 
-    def _remove_all_but(self, step: int | None) -> None:
+    def _entries_but(self, step: int | None) -> list[Entry]:
+        """List the copies of this host, whole or not, but that of ``step``."""
+        kept = None if step is None else step_name(step)
         with suppress(FileNotFoundError):
-            for entry in self._files.list(self.folder) if self._leads else ():
-                is_newest = step is not None and entry.name == step_name(step)
-                if _COPY.fullmatch(entry.name) and not is_newest:
-                    remove_tree(self._files, self.folder / entry.name)
+            entries = self._files.list(self.folder)
+            return [e for e in entries if COPY.fullmatch(e.name) and e.name != kept]
+        return []
 
+    def _remove_all_but(self, step: int | None) -> None:
+        for entry in self._entries_but(step) if self._leads else ():
+            self._remove(self.folder / entry.name, entry)
 
-# -- files of other hosts
-
-
-class _Server(TcpServer):
-    """Sends bytes of the copies in one folder to ranks of other hosts, from a thread."""
-
-    def __init__(self, folder: Path, host: str, token: bytes) -> None:
-        self.folder, self.token = folder, token
-        super().__init__(host, _Handler, "shardwise-peers")
-
-
-class _Handler(socketserver.StreamRequestHandler):
-    """Answers the questions of one rank, each a line of JSON."""
-
-    timeout = _TIMEOUT_S
-    server: _Server
-
-    def handle(self) -> None:
-        with suppress(OSError, ValueError, TypeError):  # the connection ends, the asker raises
-            if not hmac.compare_digest(self.rfile.read(_TOKEN_BYTES), self.server.token):
-                return
-            self.connection.settimeout(None)  # a load may read other files meanwhile
-            while line := self.rfile.readline(_MAX_LINE):
-                self._answer(*json.loads(line))
-
-    def _answer(self, step: str, name: str, offset: int, num_bytes: int) -> None:
-        is_copy = _COPY.fullmatch(step) is not None
-        if not (is_copy and is_ours(name) and 0 <= num_bytes <= _AT_ONCE_BYTES):
-            raise ValueError("no file of a checkpoint")
+    def _remove(self, path: Path, entry: Entry) -> None:
+        """Remove a copy; what is in its place and not ours is kept, under another name."""
         try:
-            with Files().open(self.server.folder / step / name) as reader:
-                data, size = reader.read(offset, num_bytes), reader.size
-        except (OSError, DamagedCheckpoint):
-            data, size = b"", -1
-        self.wfile.write(_SIZE.pack(size) + data)
-
-
-class _PeerReader(Reader):
-    """A file on another host. **Raises** DamagedCheckpoint if the host does not answer."""
-
-    def __init__(self, path: Path, address: tuple[str, int], token: bytes) -> None:
-        super().__init__(path, -1, 0)
-        self._address = address
-        try:
-            with socket.create_connection(address, _TIMEOUT_S) as connection:
-                self._stream = connection.makefile("rwb")  # holds the connection
-            self._stream.write(token)
-            self.size = self._ask(0, memoryview(bytearray()))
+            if entry.kind != "folder":
+                self._keep_aside(path)
+            elif (left := remove_checkpoint(self._files, path)) is not None:
+                self._tell(f"{left}: these files were in a copy in memory, and are not part of it")
+        except FileNotFoundError:
+            pass
         except OSError as error:
-            raise self._unanswered(error) from error
+            self._tell(f"{path}: this copy in memory cannot be removed: {explain(error)}")
 
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill the buffer from ``offset``."""
-        rest = buffer.cast("B") if buffer.nbytes else buffer
-        try:
-            while rest.nbytes:
-                part, rest = rest[:_AT_ONCE_BYTES], rest[_AT_ONCE_BYTES:]
-                self._ask(offset, part)
-                offset += len(part)
-        except OSError as error:
-            raise self._unanswered(error) from error
+    def _keep_aside(self, path: Path) -> None:
+        """Rename what stands in the place of something of ours."""
+        left = set_aside(self._files, path)
+        self._tell(f"{path} was not what a run puts there: it is now {left.name}; remove it")
 
-    def close(self) -> None:
-        """End the connection."""
-        with suppress(OSError):  # of bytes that could not be sent
-            self._stream.close()
-
-    def _ask(self, offset: int, out: memoryview) -> int:
-        """Fill ``out``; return the size of the file."""
-        asked = json.dumps([self._path.parent.name, self._path.name, offset, len(out)])
-        self._stream.write(asked.encode() + b"\n")
-        self._stream.flush()
-        head = self._stream.read(_SIZE.size)
-        if len(head) == _SIZE.size and _SIZE.unpack(head)[0] < 0:
-            raise FileNotFoundError(0, "it has no such file any more")
-        if len(head) < _SIZE.size or self._stream.readinto(out) < len(out):
-            raise ConnectionError(0, "it has ended the connection")
-        return int(_SIZE.unpack(head)[0])
-
-    def _unanswered(self, error: OSError) -> DamagedCheckpoint:
-        return DamagedCheckpoint(
-            f"{self._path}: it was to be read from the memory of {self._address[0]}: "
-            f"{error.strerror or error}"
-        )
+    def _tell(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            self.news.append(text)
 
 
-class PeerFiles(Files):
-    """The files of checkpoints that lie in the memory of several hosts.
+def remove_dead_runs(files: Files, own: Path, news: list[str]) -> None:
+    """Remove the folders beside ``own`` of runs that are gone; add what was removed to ``news``.
 
-    ``address_of`` has the server of a host for each saved rank whose files are not here.
+    See Note [Folders of runs that are gone].
     """
+    for entry in files.list(own.parent):
+        is_other = _RUN_FOLDER.fullmatch(entry.name) is not None and entry.name != own.name
+        if is_other and entry.kind == "folder":
+            with suppress(OSError, ValueError, LookupError, TypeError, CheckpointError):
+                _remove_dead_run(files, own.parent / entry.name, news)
 
-    def __init__(self, address_of: Mapping[int, tuple[str, int]], token: bytes) -> None:
-        self._address_of, self._token = address_of, token
 
-    def open(self, path: Path) -> Reader:
-        """Open a file here, or on the host that has it."""
-        found = _RANK.match(path.name)
-        address = None if found is None else self._address_of.get(int(found[1]))
-        return super().open(path) if address is None else _PeerReader(path, address, self._token)
+def _remove_dead_run(files: Files, folder: Path, news: list[str]) -> None:
+    """Remove a folder if its run is gone. **Raises** many kinds of errors if it is not clear."""
+    entries = {entry.name: entry for entry in files.list(folder)}
+    is_removed = folder.name.startswith(".")  # by a run that was killed while it did this
+    if not is_removed and entries[LOCK].kind != "file":
+        return
+    copies = [folder / name for name in entries if name != LOCK]
+    for path in copies:
+        plain = all(e.kind == "file" and is_ours(e.name) for e in files.list(path))
+        if COPY.fullmatch(path.name) is None or not plain:
+            return
+    checkpoints, away = "", folder
+    if not is_removed:
+        lock = files.lock(folder / LOCK, shared=True)  # a run holds one that is not shared
+        if lock is None:
+            return
+        try:
+            said = lock_text(files, folder / LOCK)
+            mine, processes = own_process(), [Process(**each) for each in said["processes"]]
+            if not processes or any(fate(each, mine)[0] != "dead" for each in processes):
+                return
+            checkpoints = str(said["checkpoints"])
+            away = folder.parent / f".old-{folder.name}-{os.urandom(4).hex()}"
+            files.rename(folder, away)
+        finally:
+            lock.release()
+    num_bytes = 0
+    for path in copies:
+        for each in files.list(away / path.name):
+            num_bytes += each.size
+            files.remove_file(away / path.name / each.name)
+        files.remove_folder(away / path.name)
+    if LOCK in entries:
+        files.remove_file(away / LOCK)
+    files.remove_folder(away)
+    if copies:
+        news.append(
+            f"{folder}: {num_bytes} bytes of copies in memory were removed. They were of a run "
+            f"whose processes and launcher are gone, with checkpoints in {checkpoints or 'unknown'}"
+        )

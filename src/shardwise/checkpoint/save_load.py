@@ -28,6 +28,7 @@ from shardwise.checkpoint.assemble import assemble, drop_copies, items_to_write
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.folder import (
     Chosen,
+    Refused,
     choose,
     has_changed,
     is_usable,
@@ -295,6 +296,7 @@ class Load:
         self._strict, self._cast, self._progress = strict, cast, progress
         self._restores_generators = restore_generators
         self._engine = engine = _engine_of(model)
+        self.taken: Chosen | None = None  # what was loaded
         self._elsewhere = frozenset[str]()  # names of other pipeline stages
         self.control: Control = SoloControl()
         self._places: Sequence[Place]
@@ -320,12 +322,17 @@ class Load:
 
     @collector_paused()
     def run(
-        self, folder: Path, only: Path | None = None, copies: Sequence[Chosen] = ()
+        self,
+        folder: Path,
+        only: Path | None = None,
+        copies: Sequence[Chosen] = (),
+        refused: Sequence[Refused] = (),
     ) -> Loaded | None:
         """Load the newest checkpoint of a folder that is whole; warn about damaged newer ones.
 
         With ``only``, that one. ``copies`` in memory, the newest first, are taken before
-        checkpoints on disk of the same step or an older one. Returns None if there is none.
+        checkpoints on disk of the same step or an older one. ``refused`` are other copies in
+        memory, of which those above the loaded step are told. Returns None if there is none.
 
         **Raises** CheckpointError, the same on all ranks, if all are damaged, or if one does not
         fit the model (an older one would not either). Checkpoints that are removed or replaced
@@ -333,7 +340,7 @@ class Load:
         """
         control = self.control
         skipped: dict[int, str] = {}
-        lost: list[str] = []  # copies in memory that are damaged
+        lost: list[Refused] = []  # copies in memory that turn out damaged
         copies = list(copies)
         for _ in range(MAX_LOOKS):
             chosen = choose(control, self._files, folder, skipped, only)
@@ -342,16 +349,13 @@ class Load:
             above = -1 if chosen is None else chosen.step
             reasons = tuple(skipped[step] for step in sorted(skipped, reverse=True) if step > above)
             if chosen is None:
-                if skipped or lost:
-                    raise CheckpointError(
-                        f"{folder}: no checkpoint can be used: {'; '.join((*lost, *reasons))}"
-                    )
+                self._found_none(folder, [*lost, *refused], reasons)
                 return None
             try:
                 loaded = self._load(chosen, reasons)
             except CheckpointError as error:
                 if chosen.in_memory is not None and isinstance(error, DamagedCheckpoint):
-                    lost.append(f"a copy in memory is lost, an older state is loaded: {error}")
+                    lost.append(Refused(chosen.step, str(error), True))
                     continue
                 if chosen.in_memory is None and has_changed(control, self._files, chosen):
                     continue
@@ -362,10 +366,26 @@ class Load:
             if self._engine is not None:  # later saves are of its run, after a copy in memory too
                 path = chosen.path if chosen.in_memory is None else folder / step_name(chosen.step)
                 self._engine.origin = Origin(path, loaded.step, loaded.run, bool(reasons))
+            self.taken = chosen
             if control.rank == 0:  # after all ranks have finished
-                _warn_of_load(loaded, lost)
+                newer = [each for each in (*lost, *refused) if each.step > chosen.step]
+                _warn_of_load(loaded, newer)
             return loaded
         raise too_fast(only or folder)
+
+    def _found_none(self, folder: Path, refused: Sequence[Refused], reasons: Sequence[str]) -> None:
+        """Return if there was never a checkpoint; tell of copies in memory that do not count.
+
+        **Raises** CheckpointError if all are damaged.
+        """
+        damaged = describe_refused([each for each in refused if each.is_damaged])
+        if damaged or reasons:
+            raise CheckpointError(
+                f"{folder}: no checkpoint can be used: {'; '.join((*damaged, *reasons))}. Remove "
+                "what is damaged to begin anew"
+            )
+        for text in describe_refused(refused) if self.control.rank == 0 else ():
+            warnings.warn(f"nothing is loaded: {text}", stacklevel=4)
 
     def _load(self, chosen: Chosen, skipped: tuple[str, ...]) -> Loaded:
         """Load one checkpoint. See Note [Damage while loading]."""
@@ -470,13 +490,30 @@ class Load:
             derive_generators(generators, self._rank, self._device)
 
 
-def _warn_of_load(loaded: Loaded, lost: Sequence[str]) -> None:
+def describe_refused(copies: Sequence[Refused]) -> list[str]:
+    """Return why copies in memory were not loaded, those with one reason together."""
+    steps: dict[tuple[str, bool], list[int]] = {}
+    for copy in copies:
+        steps.setdefault((copy.text, copy.is_damaged), []).append(copy.step)
+    texts = []
+    for (text, is_damaged), found in steps.items():
+        verb = "is lost" if is_damaged else "does not count"
+        which = f"the copy of step {found[0]} in memory {verb}"
+        if len(found) > 1:
+            verb = verb.replace("is", "are").replace("does", "do")
+            which = f"the copies of steps {', '.join(map(str, sorted(found)))} in memory {verb}"
+        texts.append(f"{which}: {text}")
+    return texts
+
+
+def _warn_of_load(loaded: Loaded, refused: Sequence[Refused]) -> None:
     name = loaded.path.name
     texts = [
         f"a newer checkpoint is damaged and was passed over: {reason}. {name} was loaded"
         for reason in loaded.skipped
     ]
-    texts += lost
+    where = "from memory" if loaded.from_memory else "from disk"
+    texts += [f"{text}. {name} was loaded {where}" for text in describe_refused(refused)]
     if loaded.missing or loaded.unexpected:
         differences = list_differences(loaded.missing, loaded.unexpected)
         texts.append(f"{name} was loaded in part: {differences}")

@@ -155,16 +155,27 @@ def write_ranks(
     manifest: Manifest,
     part: Part,
     progress: Progress | None = None,
+    rewrites: bool = False,
 ) -> Manifest:
-    """Write the files of every rank into a folder; return the manifest with their rows."""
-    rows = rows_of_all_ranks(
-        control, lambda: write_rank(files, folder, manifest, part, progress), _ROW.size
-    )
+    """Write the files of every rank into a folder; return the manifest with their rows.
+
+    ``rewrites``: files of these names may be there, and their memory is used again.
+    """
+
+    def write() -> bytes:
+        return write_rank(files, folder, manifest, part, progress, rewrites)
+
+    rows = rows_of_all_ranks(control, write, _ROW.size)
     return manifest.model_copy(update={"ranks": tuple(map(index_row, rows))})
 
 
 def write_rank(
-    files: Files, folder: Path, manifest: Manifest, part: Part, progress: Progress | None = None
+    files: Files,
+    folder: Path,
+    manifest: Manifest,
+    part: Part,
+    progress: Progress | None = None,
+    rewrites: bool = False,
 ) -> bytes:
     """Write the files and the index of one rank, synced; return the row for the manifest."""
     file_rows: list[FileRow] = []
@@ -173,7 +184,8 @@ def write_rank(
     for file, contents in enumerate(manifest.files_of(part.rank, [row for row, _ in part.own])):
         header = build_header([content.stored for content in contents])
         num_bytes = len(header) + contents[-1].stored.end
-        with _new_file(files, folder / file_name(part.rank, file), num_bytes) as writer:
+        path = folder / file_name(part.rank, file)
+        with _new_file(files, path, num_bytes, rewrites) as writer:
             batch = _Batch(writer, progress)
             batch.add(memoryview(header))
             for number, box, stored in contents:
@@ -199,7 +211,7 @@ def write_rank(
             values=dict(part.values),
         )
     )
-    write_small(files, folder / index_name(part.rank), index)
+    write_small(files, folder / index_name(part.rank), index, rewrites)
     total = sum(row.num_bytes for row in file_rows)
     return _ROW.pack(len(index), len(file_rows), total, bytes.fromhex(digest_of(index)))
 
@@ -213,10 +225,10 @@ def index_row(row: bytes) -> IndexRow:
 
 
 @contextmanager
-def _new_file(files: Files, path: Path, wanted: int) -> Iterator[Writer]:
+def _new_file(files: Files, path: Path, wanted: int, rewrites: bool = False) -> Iterator[Writer]:
     """Make a file of ``wanted`` bytes and sync it; a full disk's error gets both sizes."""
     try:
-        with files.create(path) as writer:
+        with files.rewrite(path, wanted) if rewrites else files.create(path) as writer:
             yield writer
             writer.sync()
     except OSError as error:
@@ -264,9 +276,9 @@ class _Batch:
         self._buffers, self._num_bytes = [], 0
 
 
-def write_small(files: Files, path: Path, data: bytes) -> None:
+def write_small(files: Files, path: Path, data: bytes, rewrites: bool = False) -> None:
     """Write a manifest or an index, synced."""
-    with _new_file(files, path, len(data)) as writer:
+    with _new_file(files, path, len(data), rewrites) as writer:
         writer.write([memoryview(data)])
 
 
