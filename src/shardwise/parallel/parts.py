@@ -99,6 +99,11 @@ class Parts:
         return any(engine.suspended for engine in self.engines)
 
     @property
+    def replicas_differ(self) -> bool:
+        """Tell whether replicas step apart, each with its own parameters."""
+        return self.first.conditions.replicas_differ
+
+    @property
     def is_in_window(self) -> bool:
         """Tell whether any stage is inside an accumulation window."""
         return any(engine.is_in_window for engine in self.engines)
