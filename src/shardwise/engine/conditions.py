@@ -55,7 +55,7 @@ class Conditions:
         self.origin: Origin | None = None  # equal on all ranks
         self._checks: list[Callable[[], None]] = []
         self.rounds = Alone()
-        self.replicas_differ = False  # they step apart (`parallel.local_steps`)
+        self.local_steps: Any = None  # of replicas that step apart (`parallel.local_steps`)
 
     # -- full parameters in the modules
     @property

@@ -25,7 +25,7 @@ DiLoCo: arXiv 2311.08105, algorithm 1. Groups of layers at staggered steps: "Str
 (arXiv 2501.18512), section 2.1; its overlap of communication and its mixing are not offered.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -115,7 +115,7 @@ class LocalSteps:
         self._parts = parts = Parts(model)
         self.every, self.streams, self.num_steps = every, streams, 0
         self.outer: Outer | None = None
-        self._groups: list[list[_UnitSlices]] = []
+        self._groups: list[list[UnitSlices]] = []
         refusal = None
         try:
             self.outer = _outer_of(outer)
@@ -132,12 +132,15 @@ class LocalSteps:
             replicas = _replicas_of(unit)
             unit.grads.sums = replace(sums, over_replicas=False, divisor=sums.divisor / replicas)
         for engine in parts.engines:
-            engine.conditions.replicas_differ = True
-        slices = [_UnitSlices(unit, self.outer) for unit in parts.units]
+            engine.conditions.local_steps = self
+        slices = [UnitSlices(unit, self.outer) for unit in parts.units]
         slices = [each for each in slices if each.params]
+        axis = parts.comm.axes.replicate
+        assert axis is not None
+        self._axis = axis
         self._groups = [slices[first::streams] for first in range(streams)]
         self._steps_seen = self._optimizer_steps
-        self._num_synced = [0] * streams  # the step of the last synchronisation of each group
+        self.num_synced = [0] * streams  # the step of the last synchronisation of each group
         parts.before_each_pass(self._check_called)
 
     def _check(self, every: int, streams: int) -> None:
@@ -214,7 +217,7 @@ class LocalSteps:
         Before evaluation, an export, or the end of a run: then all replicas have one model.
         """
         self._check_moment("LocalSteps.synchronize()")
-        due = [n for n in range(self.streams) if self._num_synced[n] < self.num_steps]
+        due = [n for n in range(self.streams) if self.num_synced[n] < self.num_steps]
         self._synchronize(due)
 
     def _is_due(self, number: int) -> bool:
@@ -253,13 +256,40 @@ class LocalSteps:
         for number in due:
             for slices in self._groups[number]:
                 slices.synchronize()
-            self._num_synced[number] = self.num_steps
+            self.num_synced[number] = self.num_steps
+
+    # -- checkpoints
+    @property
+    def replica(self) -> int:
+        """The number of this rank's replica."""
+        return self._axis.rank
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of replicas."""
+        return self._axis.size
+
+    def states(self) -> "Iterator[UnitSlices]":
+        """Yield the slices of every unit with trained parameters."""
+        for group in self._groups:
+            yield from group
+
+    @property
+    def num_kept(self) -> int:
+        """Number of tensors that are kept for each parameter: anchor, momentum."""
+        return 0 if self.outer is None else 1 + bool(self.outer.momentum)
+
+    def restore(self, num_steps: int, num_synced: Sequence[int]) -> None:
+        """Take the counts of a checkpoint; with other ``streams``, all groups are synchronised."""
+        self.num_steps, self._steps_seen = num_steps, self._optimizer_steps
+        is_alike = len(num_synced) == self.streams
+        self.num_synced = list(num_synced) if is_alike else [num_steps] * self.streams
 
     # -- figures
     @property
     def is_synchronized(self) -> bool:
         """Tell whether all replicas have the same parameters now."""
-        return all(synced == self.num_steps for synced in self._num_synced)
+        return all(synced == self.num_steps for synced in self.num_synced)
 
     @property
     def state_bytes(self) -> int:
@@ -298,7 +328,7 @@ def local_of(param: ShardedParam) -> torch.Tensor:
     return sharded._local_tensor if isinstance(sharded, DTensor) else sharded
 
 
-class _UnitSlices:
+class UnitSlices:
     """The slices of one unit's trained parameters, and their outer state, flat.
 
     ``anchor`` has the parameters of the last synchronisation; ``momentum`` may be encoded.
@@ -308,17 +338,16 @@ class _UnitSlices:
         self.unit, self.params, self._outer = unit, trained_of(unit), outer
         self.anchor: torch.Tensor | None = None
         self.momentum: _Momentum | None = None
-        if outer is not None and self.params:
-            self.begin()
+        self.begin()
 
     @torch.no_grad()
     def begin(self) -> None:
         """Begin anew from the present parameters, without momentum."""
-        values = self._values(self._home)
-        self.anchor = values
-        assert self._outer is not None
+        if self._outer is None or not self.params:
+            return
+        self.anchor = self._values(self._home)
         if self._outer.momentum:
-            self.momentum = _Momentum(values, self._outer.state)
+            self.momentum = _Momentum(self.anchor, self._outer.state)
 
     @property
     def _home(self) -> torch.device:
@@ -391,6 +420,24 @@ class _UnitSlices:
             comm.all_reduce(values, axis, collective, axis.size)
         return values
 
+    def flats(self) -> dict[str, torch.Tensor]:
+        """Return the outer state by key, flat; decoded momentum is a copy."""
+        found = {} if self.anchor is None else {"anchor": self.anchor}
+        if self.momentum is not None:
+            found["momentum"] = self.momentum.read(self._home, copy=False)
+        return found
+
+    def split(self, flat: torch.Tensor) -> Iterator[tuple[ShardedParam, torch.Tensor]]:
+        """Yield each parameter with its part of a flat tensor, in its slice's shape."""
+        parts = flat.split([local_of(param).numel() for param in self.params])
+        for param, part in zip(self.params, parts, strict=True):
+            yield param, part.view(local_of(param).shape)
+
+    def take(self, flats: Mapping[str, torch.Tensor]) -> None:
+        """Take `flats` that were written."""
+        if self.momentum is not None:
+            self.momentum.write(flats["momentum"])
+
     def _write(self, values: torch.Tensor) -> None:
         """Write new values into the slices; full copies become stale."""
         slices = [local_of(param) for param in self.params]
@@ -420,10 +467,10 @@ class _Momentum:
             scales = torch.zeros(num_blocks, dtype=torch.float32, device=like.device)
             self._tensors = (codes, scales)
 
-    def read(self, device: torch.device) -> torch.Tensor:
-        """Return a decoded copy on ``device``."""
+    def read(self, device: torch.device, *, copy: bool = True) -> torch.Tensor:
+        """Return a decoded copy on ``device``; without ``copy``, perhaps the momentum itself."""
         if self._format == "fp32":
-            return self._tensors[0].to(device, copy=True)
+            return self._tensors[0].to(device, copy=copy)
         codes, scales = (tensor.to(device) for tensor in self._tensors)
         out = torch.empty(codes.numel(), dtype=torch.float32, device=device)
         decode(codes, scales, True, out, Scratch())

@@ -101,7 +101,12 @@ class Parts:
     @property
     def replicas_differ(self) -> bool:
         """Tell whether replicas step apart, each with its own parameters."""
-        return self.first.conditions.replicas_differ
+        return self.local_steps is not None
+
+    @property
+    def local_steps(self) -> Any:
+        """The `LocalSteps` of the model, or None."""
+        return self.first.conditions.local_steps
 
     @property
     def is_in_window(self) -> bool:
