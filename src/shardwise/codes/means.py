@@ -11,14 +11,9 @@ from shardwise.codes.reduce import decode, encode
 from shardwise.comm.collectives import Comm
 from shardwise.comm.pending import CollectiveId, GatherItem, ReduceItem
 from shardwise.layout.segments import even_segment
-from shardwise.layout.wire import SCALE_BYTES
+from shardwise.layout.wire import SCALE_BYTES, share_numel
 from shardwise.mesh import Axis
 from shardwise.precisions import Coding
-
-
-def share_numel(numel: int, num_ranks: int, block: int) -> int:
-    """Return the elements of one rank's share: whole blocks."""
-    return -(-numel // (num_ranks * block)) * block
 
 
 def coded_mean(

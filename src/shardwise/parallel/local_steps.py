@@ -26,8 +26,7 @@ DiLoCo: arXiv 2311.08105, algorithm 1. Groups of layers at staggered steps: "Str
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -38,45 +37,11 @@ from shardwise.engine.agreement import agree, find_difference, refusal_facts
 from shardwise.errors import ConfigError, StateError
 from shardwise.layout.segments import even_segment
 from shardwise.optim.codes import Scratch, decode, encode
+from shardwise.outer import BLOCK, Outer, OuterName, StateFormat, Windows, outer_of
 from shardwise.parallel.parts import Model, Parts
 from shardwise.precisions import Coding
 from shardwise.unit.param import ShardedParam
 from shardwise.unit.unit import Unit
-
-OuterName = Literal["average", "nesterov"]
-StateFormat = Literal["fp32", "int8"]
-BLOCK = 256  # elements that share a scale, in codes of messages and of momentum
-_FORMATS = ("fp32", "int8")
-
-
-@dataclass(frozen=True)
-class Outer:
-    """The outer step: SGD with Nesterov momentum on the difference of a window.
-
-    ``momentum`` 0 keeps no momentum. ``state`` is the format of the momentum ("int8": a byte per
-    element and a scale per 256). ``send`` is that of the differences on the wire.
-
-    **Raises** ConfigError for a value that a field does not take.
-    """
-
-    lr: float = 0.7
-    momentum: float = 0.9
-    state: StateFormat = "fp32"
-    send: StateFormat = "fp32"
-
-    def __post_init__(self) -> None:
-        """Check the values where they are written."""
-        if not _is_number(self.lr) or not 0 < self.lr <= 10:
-            raise ConfigError(f"outer.lr={self.lr!r}: expected a number above 0, such as 0.7")
-        if not _is_number(self.momentum) or not 0 <= self.momentum < 1:
-            raise ConfigError(
-                f"outer.momentum={self.momentum!r}: expected a number from 0 up to, but not, 1"
-            )
-        for field in ("state", "send"):
-            if getattr(self, field) not in _FORMATS:
-                raise ConfigError(
-                    f"outer.{field}={getattr(self, field)!r}: expected 'fp32' or 'int8'"
-                )
 
 
 class LocalSteps:
@@ -113,16 +78,15 @@ class LocalSteps:
         self, model: Model, *, every: int, outer: Outer | OuterName = "average", streams: int = 1
     ) -> None:
         self._parts = parts = Parts(model)
-        self.every, self.streams, self.num_steps = every, streams, 0
-        self.outer: Outer | None = None
+        self.num_steps = 0
         self._groups: list[list[UnitSlices]] = []
         refusal = None
         try:
-            self.outer = _outer_of(outer)
-            self._check(every, streams)
+            self.windows = Windows(every, outer_of(outer), streams)
+            self._check()
         except ConfigError as error:
             refusal = error
-        facts = [*refusal_facts(refusal), f"every={every}", f"outer={outer}", f"streams={streams}"]
+        facts = [*refusal_facts(refusal), f"every={every}, outer={outer}, streams={streams}"]
         agree(parts.everyone, facts, "LocalSteps()", "Give the same values on every rank")
         if refusal is not None:
             raise refusal
@@ -143,15 +107,7 @@ class LocalSteps:
         self.num_synced = [0] * streams  # the step of the last synchronisation of each group
         parts.before_each_pass(self._check_called)
 
-    def _check(self, every: int, streams: int) -> None:
-        for what, value in (("every", every), ("streams", streams)):
-            if type(value) is not int or value < 1:
-                raise ConfigError(f"{what}={value!r}: expected a number of 1 or more")
-        if streams > every:
-            raise ConfigError(
-                f"streams={streams}: each group of units is synchronised at a step of its own, and "
-                f"a window has {every}; give at most every={every}"
-            )
+    def _check(self) -> None:
         parts = self._parts
         if parts.replicas_differ:
             raise ConfigError("LocalSteps(): this model has one already; use that")
@@ -162,6 +118,11 @@ class LocalSteps:
                 "there are no replicas that could step apart. Give shard() a mesh with one: "
                 "mesh=shardwise.Axes(dp_replicate=2), or "
                 "init_device_mesh(device, (2, shards), mesh_dim_names=('replicate', 'shard'))"
+            )
+        if parts.has_stages:
+            raise ConfigError(
+                "LocalSteps(): this model is a stage of a pipeline, and replicas of pipelines do "
+                "not step apart; take pp=1"
             )
         if parts.is_in_window or parts.suspended:
             raise ConfigError(
@@ -177,6 +138,21 @@ class LocalSteps:
                         f"{type(local).__name__} of {local.dtype}, and means are taken of plain "
                         "floating-point numbers; freeze it, or train without LocalSteps"
                     )
+
+    @property
+    def every(self) -> int:
+        """Steps between synchronisations."""
+        return self.windows.every
+
+    @property
+    def streams(self) -> int:
+        """Number of groups of units that are synchronised at steps of their own."""
+        return self.windows.streams
+
+    @property
+    def outer(self) -> Outer | None:
+        """The outer step; None averages."""
+        return self.windows.outer
 
     @property
     def _optimizer_steps(self) -> int:
@@ -239,7 +215,7 @@ class LocalSteps:
         facts = [
             f"{self.num_steps} calls of LocalSteps.step(), groups {list(due)} of {self.streams}",
             f"{self._optimizer_steps} steps of optimizers",
-            f"every={self.every}, outer={self.outer}",
+            str(self.windows),
         ]
         difference = find_difference(parts.everyone, facts, "LocalSteps: a synchronisation")
         if difference is not None:
@@ -295,20 +271,6 @@ class LocalSteps:
     def state_bytes(self) -> int:
         """Bytes of anchor and momentum on this rank."""
         return sum(slices.state_bytes for group in self._groups for slices in group)
-
-
-def _outer_of(outer: object) -> Outer | None:
-    if isinstance(outer, Outer):
-        return outer
-    if outer not in ("average", "nesterov"):
-        raise ConfigError(
-            f"outer={outer!r}: expected 'average', 'nesterov' or a shardwise.parallel.Outer"
-        )
-    return Outer() if outer == "nesterov" else None
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _replicas_of(unit: Unit) -> int:

@@ -267,6 +267,11 @@ class TrainConfig(StepKeys):
                 self.restarts and self.resume != "auto",
                 f"restarts: expected resume auto beside it, got {self.resume}",
             ),
+            (
+                self.local_steps and self.precision == "fp16",
+                "precision: expected bf16 or fp32 with local_steps, as each replica would have a "
+                "loss scale of its own, got fp16",
+            ),
             (  # as attention over parts of windows would raise at the first step
                 self.cp > 1 and self.cp_method == "heads" and heads // self.tp % self.cp,
                 f"cp_method: 'heads' needs a cp that divides {part}, got {self.cp}; take 'gather'",
