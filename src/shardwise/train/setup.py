@@ -220,6 +220,7 @@ def shard_decoder(config: TrainConfig, axes: Axes, model: nn.Module) -> nn.Modul
             config.prefetch_bytes,
             DEFAULT_BUCKET_BYTES if config.bucket_bytes is None else config.bucket_bytes,
             config.reduce_every,
+            config.nearby_ranks,
         ),
     )
     if axes.pp > 1 and config.tied_head:
