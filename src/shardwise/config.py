@@ -169,7 +169,9 @@ class Schedule:
     unit, 0 makes every gather blocking. ``bucket_bytes`` of gradients are collected before a
     reduction starts; 0 reduces each unit alone. ``reduce_every`` is "step" (one reduction of an
     accumulation window, more memory) or "micro_batch" (less memory, more traffic); None is the
-    stage's own.
+    stage's own. ``nearby_ranks``, at stage 3: so many neighbours on the shard axis, as a rule those
+    of a node, each keep a part of what they have gathered for forward, and gather it from each
+    other for backward (hpZ of ZeRO++).
 
     **Raises** ConfigError for a value that a field does not take.
     """
@@ -177,6 +179,7 @@ class Schedule:
     prefetch_bytes: int | None = None
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
     reduce_every: ReduceEvery | None = None
+    nearby_ranks: int | None = None
 
     @classmethod
     def of(cls, given: "Schedule | None") -> "Schedule":
@@ -202,6 +205,12 @@ class Schedule:
                 f"bucket_bytes={self.bucket_bytes!r}: expected 0 (each unit alone) or more bytes, "
                 "as a number"
             )
+        num = self.nearby_ranks
+        if num is not None and (type(num) is not int or num < 2):
+            raise ConfigError(
+                f"nearby_ranks={num!r}: expected the number of ranks in a node, 2 or more, or None "
+                "for gathers from all ranks of the shard axis"
+            )
 
 
 @dataclass(frozen=True)
@@ -219,6 +228,7 @@ class ShardConfig:
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
     reduces_in_flight: int = 2
     offload: Offload | None = None
+    nearby_ranks: int | None = None
 
     @property
     def state_offload(self) -> Offload | None:
@@ -257,7 +267,18 @@ def resolve_config(
         prefetch_bytes=schedule.prefetch_bytes,
         bucket_bytes=schedule.bucket_bytes,
         offload=homes,
+        nearby_ranks=_checked_nearby(schedule, row),
     )
+
+
+def _checked_nearby(schedule: Schedule, stage: Stage) -> int | None:
+    """Return the ranks that backward gathers from. **Raises** ConfigError below stage 3."""
+    if schedule.nearby_ranks is not None and not stage.frees_after_forward:
+        raise ConfigError(
+            f"nearby_ranks={schedule.nearby_ranks}: at stage {stage.number} full parameters stay "
+            "until backward, so it gathers nothing; take stage=3 or leave nearby_ranks out"
+        )
+    return schedule.nearby_ranks
 
 
 def resolve_precision(precision: PrecisionLike) -> Precision:

@@ -6,7 +6,7 @@ from functools import cached_property
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardwise.axes import DENSE, Axes, data_of
+from shardwise.axes import DENSE, Axes, data_of, shared_mesh
 from shardwise.errors import ConfigError
 
 
@@ -95,6 +95,34 @@ def axes_of(mesh: DeviceMesh) -> DataAxes:
     """Return the axes of a mesh of one or two: the last one shards, one before it replicates."""
     shard = axis_of(mesh, mesh.ndim - 1, "shard")
     return DataAxes(mesh, shard, axis_of(mesh, 0, "replicate") if mesh.ndim == 2 else None)
+
+
+def check_nearby(axes: DataAxes, num_ranks: int | None) -> None:
+    """Raise ConfigError if the shard axis has no groups of so many neighbours."""
+    if num_ranks is None:
+        return
+    size = axes.shard.size
+    if size % num_ranks:
+        raise ConfigError(
+            f"nearby_ranks={num_ranks}: expected a divisor of the {size} ranks of the shard axis, "
+            "so that each group of neighbours has as many"
+        )
+    if axes.mesh.size() != dist.get_world_size():
+        raise ConfigError(
+            f"nearby_ranks={num_ranks}: the mesh has {axes.mesh.size()} of "
+            f"{dist.get_world_size()} ranks; beside tensor, context or pipeline parallelism leave "
+            "it out"
+        )
+
+
+def nearby_axis(mesh: DeviceMesh, num_ranks: int) -> Axis:
+    """Return the axis of this rank's neighbours along the last axis of a mesh; all ranks call it.
+
+    **Cost** a process group for each group of neighbours, once for all models on them.
+    """
+    device_type, groups = mesh.device_type, mesh.mesh.view(-1, num_ranks)
+    key = device_type, tuple(map(tuple, groups.tolist()))
+    return axes_of(shared_mesh(key, lambda: DeviceMesh(device_type, groups))).shard
 
 
 def stages_of(mesh: DeviceMesh) -> Axis | None:

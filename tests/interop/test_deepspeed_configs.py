@@ -27,6 +27,7 @@ from shardwise.interop.foreign_keys import (
     TORCH_SCHEDULERS,
 )
 from shardwise.interop.foreign_settings import read_train_keys
+from shardwise.interop.foreign_writing import to_deepspeed
 from shardwise.train.config import TrainConfig
 from shardwise.train.curves import CURVES
 from shardwise.train.optimizers import OPTIMIZERS, optimizer_class
@@ -96,6 +97,19 @@ def test_what_deepspeed_quantizes_is_encoded_at_the_stage_where_it_does(key, cod
         else:
             assert precision == "bf16"
             assert (f"zero_optimization.{key}" in settings.report.ignored) == is_on
+
+
+def test_hpz_becomes_neighbours_that_backward_gathers_from():
+    for size, stage, expected in ((4, 3, 4), (1, 3, None), (4, 2, None)):
+        block = {"stage": stage, "zero_hpz_partition_size": size}
+        settings = from_deepspeed({"zero_optimization": block})
+        schedule = settings.shard.get("schedule")
+        assert (schedule and schedule.nearby_ranks) == expected
+        assert ("zero_optimization.zero_hpz_partition_size" in settings.report.ignored) == (
+            stage == 2
+        )
+    written, _ = to_deepspeed(TrainConfig(nearby_ranks=4), "run.yaml")
+    assert written["zero_optimization"]["zero_hpz_partition_size"] == 4
 
 
 def test_the_report_has_every_key_of_the_file_once_with_its_fate(tmp_path):

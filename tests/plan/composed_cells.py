@@ -79,6 +79,7 @@ def candidate_of(config, num_ranks):
         pp_schedule=config.pp_schedule,
         cp_method=config.cp_method,
         transport="point_to_point",
+        local_steps=config.local_steps,
     )
 
 

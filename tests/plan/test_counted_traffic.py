@@ -5,6 +5,7 @@ The oracle is `shardwise.debug` around the second step, on every rank.
 
 from collections import Counter
 from dataclasses import replace
+from math import prod
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from shardwise.plan.planning import plan
 from shardwise.plan.request import PlanRequest
 from shardwise.plan.step.play import play
 from shardwise.train.config import TrainConfig
+from shardwise.train.setup import step_apart
 from shardwise.train.summary import count_state
 
 VOCAB = 64
@@ -36,6 +38,13 @@ BY_BIASES = {**MIXED, "expert_balance": 0.0, "expert_bias": True}
 ALL_MIXED = {**BY_BIASES, "dense_layers": 0}
 AGAIN = {"activation_checkpointing": True}
 BF16 = {"precision": "bf16"}
+# Replicas that step apart and are synchronised in every step, so that a step's share is a whole.
+APART = [
+    {"stage": 0, "local_steps": {"every": 1, "outer": "nesterov"}},
+    {"layout": "flat", "local_steps": {"every": 1, "state": "int8", "send": "int8"}, **BF16},
+    {"stage": 1, "accumulation": 2, "local_steps": 1},
+    {"stage": 2, "accumulation": 2, **MIXED, "ep": 2, "local_steps": {"every": 1, "lr": 0.5}},
+]
 RUNS = {
     2: [
         {**MIXED, "ep": 2, "bucket_bytes": 0},
@@ -82,15 +91,18 @@ def run_all(rank, num_ranks, runs):
 def measured(config, num_ranks):
     """Take two steps; return what this rank holds after the second one, and sent in it."""
     model, run_passes = compose(config, num_ranks)
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer, local = torch.optim.AdamW(model.parameters()), step_apart(config, model)
+    outer_bytes = 0 if local is None else local.state_bytes
     for _ in range(2):  # in the first one stages tell each other of shapes
         before = shardwise.debug.stats(model)
         with shardwise.debug.counting(model) as counted:
             run_passes()
         shardwise.parallel.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        state = count_state(model, optimizer)
+        state = count_state(model, optimizer, outer_bytes)
         optimizer.zero_grad()
+        if local is not None:
+            local.step()
     after = shardwise.debug.stats(model)
     return {
         "stage": config.axes.over(num_ranks)["pp"].get_local_rank() if config.pp > 1 else 0,
@@ -211,3 +223,21 @@ def test_a_plan_says_what_a_layer_sends_to_its_tensor_group(num_ranks):
             )
             passes = config.accumulation or 1
             assert three - two == passes * (planned + weights) + norms, run
+
+
+def test_a_plan_counts_replicas_that_step_apart_as_their_run_does(tmp_path):
+    check_runs(4, [{"dp_replicate": 2, **apart} for apart in APART], tmp_path)
+
+
+def test_a_window_of_local_steps_sends_its_share_in_each_step():
+    shape = TrainConfig(**TINY).shape(VOCAB)
+    tape = ShapedModel("tiny", shape, 16).tape(Candidate(num_replicas=2, precision="fp32"))
+    sent, state = {}, {}
+    for every in (0, 1, 8):
+        local = {"every": every, "outer": "nesterov"} if every else None
+        played = play(tape, Candidate(num_replicas=2, precision="fp32", local_steps=local))
+        sent[every] = played.program.sent_bytes["replicate.all_reduce"]
+        state[every] = played.resting.optimizer_state
+    numel = sum(prod(param.shape) for unit in tape.units for param in unit.params)
+    assert state[8] == state[1] == state[0] + 8 * numel
+    assert sent[1] // 8 <= sent[8] < sent[1] // 8 + len(tape.units)

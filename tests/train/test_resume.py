@@ -58,6 +58,11 @@ SETTINGS = [
         | {"tied_head": True, "activation_checkpointing": True},
     ),
     (3, {"stage": 3, "precision": "bf16", "gather": "int4", "gather_block": 32}),
+    (
+        2,
+        {"stage": 1, "precision": "bf16", "dp_replicate": 2}
+        | {"local_steps": {"every": 3, "state": "int8", "streams": 2}},
+    ),
     (1, {"precision": "fp32", "optimizer": "sgd", "warmup_steps": 0, "schedule": "WarmupLR"}),
     (
         2,

@@ -155,10 +155,31 @@ def _check_over(comm: Comm, engine: Parts, optimizer: Joined | None) -> None:
     units = [unit for unit in engine.units if unit.comm is comm]
     entries = list(_entries(units, comm, optimizer))
     rows = control.exchange(_digest_of(entries, True) + _digest_of(entries, False))
-    num_shards = comm.axes.shard.size
-    everywhere = {row[:_DIGEST_BYTES] for row in rows}
-    if len(everywhere) > 1 or any(r != rows[rank % num_shards] for rank, r in enumerate(rows)):
-        _refuse(control, entries, num_shards)
+    copies = _Copies(len(rows), comm.axes.shard.size, engine.replicas_differ)
+    halves = ((True, slice(_DIGEST_BYTES)), (False, slice(_DIGEST_BYTES, None)))
+    if any(
+        len({rows[rank][half] for rank in ranks}) > 1
+        for everywhere, half in halves
+        for ranks in copies.of(everywhere)
+    ):
+        _refuse(control, entries, copies)
+
+
+@dataclass(frozen=True)
+class _Copies:
+    """The ranks that hold copies of a tensor; ``differ``: each replica's tensors are its own."""
+
+    num_ranks: int
+    num_shards: int
+    differ: bool
+
+    def of(self, everywhere: bool) -> list[range]:
+        """Return the groups of ranks with one copy each."""
+        if self.differ:
+            size = self.num_shards if everywhere else 1
+            return [range(first, first + size) for first in range(0, self.num_ranks, size)]
+        step = 1 if everywhere else self.num_shards
+        return [range(first, self.num_ranks, step) for first in range(step)]
 
 
 def _digest_of(entries: list[_Entry], everywhere: bool) -> bytes:
@@ -213,11 +234,11 @@ def _digest(tensor: torch.Tensor) -> bytes:
     return digest.digest()
 
 
-def _refuse(control: Control, entries: list[_Entry], num_shards: int) -> NoReturn:
+def _refuse(control: Control, entries: list[_Entry], copies: _Copies) -> NoReturn:
     """Compare each tensor, and raise the same error on every rank."""
     _check_labels(control, entries)
     rows = control.exchange(b"".join(e.digest for e in entries))
-    raise _corrupted(list(_differences(control, rows, entries, num_shards)))
+    raise _corrupted(list(_differences(control, rows, entries, copies)))
 
 
 def _check_labels(control: Control, entries: list[_Entry]) -> None:
@@ -243,14 +264,12 @@ def _corrupted(found: list[str]) -> ReplicaError:
 
 
 def _differences(
-    control: Control, rows: list[bytes], entries: list[_Entry], num_shards: int
+    control: Control, rows: list[bytes], entries: list[_Entry], copies: _Copies
 ) -> Iterator[str]:
     for number, entry in enumerate(entries):
         begin = number * _DIGEST_BYTES
         digests = [row[begin : begin + _DIGEST_BYTES] for row in rows]
-        step = 1 if entry.everywhere else num_shards
-        for first in range(step):
-            ranks = range(first, len(rows), step)
+        for ranks in copies.of(entry.everywhere):
             blame = _blame(control, ranks, digests)
             if blame:
                 yield f"{entry.label}: {blame}"

@@ -10,6 +10,7 @@ same. torch's takes them in the dtype of its parameters.
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import NoReturn
 
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint.container import dtype_name, memory_of, torch_dtype
 from shardwise.checkpoint.read import Checkpoint
+from shardwise.checkpoint.replicas import OUTER, SavedReplicas, is_of_replica, is_parameter
 from shardwise.checkpoint.source import Source, TensorInfo
 from shardwise.checkpoint.state import (
     clean_name,
@@ -34,6 +36,7 @@ from shardwise.offload.home import Home
 from shardwise.optim.adamw import AdamW, Moment
 from shardwise.optim.kinds import ARGUMENTS
 from shardwise.optim.moments import MOMENTS, kind_of
+from shardwise.parallel.local_steps import LocalSteps
 from shardwise.parallel.parts import Joined, Model, modules_of
 from shardwise.tensor.cut import Cut
 from shardwise.tensor.inner import cut_by_rows, has_own_gather, inner_of, plain_parts
@@ -175,7 +178,8 @@ class Restore:
     """The changes of a load of a model and its optimizer: decided and allocated before any is made.
 
     ``targets`` are what is read. Without ``strict``, ``missing`` are the names that the checkpoint
-    lacks, ``unexpected`` those that only it has. ``names`` are the keys of parameters and buffers
+    lacks, ``unexpected`` those that only it has. ``prefix`` begins the names of the replica that is
+    loaded (Note [Saved replicas]). ``names`` are the keys of parameters and buffers
     that are read, ``elsewhere`` the names that other ranks look for.
 
     **Raises** CheckpointError when the checkpoint does not fit, naming what differs.
@@ -190,12 +194,15 @@ class Restore:
         strict: bool,
         cast: bool,
         elsewhere: Collection[str],
+        prefix: str = "",
     ) -> None:
         self.targets: list[Target] = []
         self.found: dict[Place, str] = {}  # with the name under which each was saved
         self.missing: list[str] = []
         self.unexpected: list[str] = []
         self._source, self._optimizer, self._cast = source, optimizer, cast
+        self._prefix = prefix
+        self._after: list[Callable[[], None]] = []
         self._groups: list[dict[str, object]] = []
         self._states: dict[Place, dict[str, object]] = {}
         self._match_model(model, places, strict, set(elsewhere))
@@ -211,7 +218,9 @@ class Restore:
     ) -> None:
         """Find the saved tensor of each parameter and buffer."""
         source = self._source
-        infos = {i.name: i for i in source.tensors if i.kind in ("param", "buffer")}
+        infos = {
+            i.name: i for i in source.tensors if i.kind == "buffer" or is_parameter(i, self._prefix)
+        }
         for place in places:
             # More than one name if weights are tied here and were not when saved.
             saved = dict.fromkeys(source.tied.get(name, name) for name in place.names)
@@ -302,9 +311,13 @@ class Restore:
         assert info is not None
         tensors: dict[str, list[TensorInfo]] = {}
         for tensor in source.tensors:
-            if tensor.kind == "optimizer" and tensor.name:
+            if tensor.kind == "optimizer" and tensor.name and not is_of_replica(tensor):
                 tensors.setdefault(source.tied.get(tensor.name, tensor.name), []).append(tensor)
-        dtypes = {tensor.name: tensor.dtype for tensor in source.tensors if tensor.kind == "param"}
+        dtypes = {
+            tensor.name: tensor.dtype
+            for tensor in source.tensors
+            if is_parameter(tensor, self._prefix)
+        }
         in_optimizer = {
             id(p): {**group, **saved}
             for group, saved in zip(optimizer.param_groups, self._groups, strict=True)
@@ -376,6 +389,31 @@ class Restore:
                 del by_state[tensor.state]
         return list(by_state.values())
 
+    # -- the outer step of replicas that step apart
+
+    def add_outer(
+        self, steps: LocalSteps, places: Sequence[Place], saved: SavedReplicas | None
+    ) -> None:
+        """Load counts and the outer state of each unit; begin anew where they are not there."""
+        infos = {(i.name, i.state): i for i in self._source.tensors if i.kind == "optimizer"}
+        by_param = {id(place.param): place for place in places}
+        for state in steps.states():
+            flats, targets = state.flats(), list[Target]()
+            for key, flat in flats.items():
+                for param, part in state.split(flat):
+                    place = by_param[id(param)]
+                    info = infos.get((OUTER + place.names[0], key))
+                    if info is None:
+                        break
+                    targets.append(Target(info, place.lo, place.hi, part, place.piece))
+            if len(targets) == len(flats) * len(state.params):
+                self.targets += targets
+                self._after.append(partial(state.take, flats))
+            else:
+                self._after.append(state.begin)
+        num_steps, num_synced = (0, ()) if saved is None else (saved.num_steps, saved.num_synced)
+        self._after.append(partial(steps.restore, num_steps, num_synced))
+
     def _refuse(self, why: str) -> NoReturn:
         raise CheckpointError(f"{self._source.where}: {why}")
 
@@ -418,6 +456,8 @@ class Restore:
         """Give the optimizer its settings and its state, once all tensors are read."""
         for place in self.found:
             place.held.grad = None
+        for finish in self._after:
+            finish()
         for each in self._optimizer.optimizers if self._optimizer is not None else ():
             for group, saved in zip(each.param_groups, self._groups, strict=True):
                 _apply_settings(group, saved)

@@ -13,7 +13,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ from shardwise.checkpoint.generators import (
 )
 from shardwise.checkpoint.manifest import MANIFEST
 from shardwise.checkpoint.read import Checkpoint
+from shardwise.checkpoint.replicas import SavedReplicas, local_steps_of
 from shardwise.checkpoint.restore import (
     Place,
     Restore,
@@ -452,8 +453,16 @@ class Load:
             raise StateError("load() inside gathered(): leave that context first")
         values = checkpoint.values_of(checkpoint.rank)
         optimizer = None if self._optimizer is None else Joined(self._optimizer)
-        how = self._strict, self._cast, self._elsewhere
-        plan = Restore(checkpoint, model, self._places, optimizer, *how)
+        saved = SavedReplicas.take(values["modules"], where)
+        steps, prefix, places = local_steps_of(self._engine), "", self._places
+        if saved is not None:
+            saved.check(steps)
+            prefix = saved.prefix_for(steps)
+            places = [replace(p, names=tuple(prefix + n for n in p.names)) for p in places]
+        how = self._strict, self._cast, self._elsewhere, prefix
+        plan = Restore(checkpoint, model, places, optimizer, *how)
+        if steps is not None:
+            plan.add_outer(steps, self._places, saved)
         missing = [key for key in self._extra if key not in values["extra"]]
         if missing:
             raise CheckpointError(

@@ -23,6 +23,15 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from shardwise.checkpoint.container import dtype_name
 from shardwise.checkpoint.manifest import LayoutRow, OptimizerRow, TensorRow
+from shardwise.checkpoint.replicas import (
+    KEY,
+    OUTER,
+    PARAMETER,
+    facts_of,
+    local_steps_of,
+    outer_tensors,
+    own_prefix,
+)
 from shardwise.checkpoint.source import Kind, TensorInfo
 from shardwise.checkpoint.values import encode
 from shardwise.comm.collectives import Comm
@@ -30,7 +39,7 @@ from shardwise.errors import CheckpointError, ConfigError, StateError
 from shardwise.layout.boxes import Region, full_region
 from shardwise.parallel.parts import Joined, Model, Optimizer, Parts, named_modules_of
 from shardwise.tensor.cut import Cut
-from shardwise.tensor.inner import cut_by_rows, inner_of, plain_parts
+from shardwise.tensor.inner import Inner, cut_by_rows, inner_of, plain_parts
 from shardwise.tensor.plain_state import cut_plain_state
 from shardwise.unit.param import ShardedParam
 from shardwise.unit.states import GradState
@@ -128,9 +137,11 @@ def collect(
     for param in params:
         found.add(param, param.sharded._local_tensor)
     row = None if optimizer is None else _collect_optimizer(Joined(optimizer), params, found)
+    for param, key, data in outer_tensors(engine):
+        found.add_outer(param, data, key)
     for name, buffer in persistent_buffers(model):
         found.uncut.append(_uncut("buffer", name, buffer))
-    values, own = _own_values(model, extra, generators)
+    values, own = _own_values(model, extra, generators, engine)
     members = [rank for replica in found.meshes[0] for rank in replica]
     has_all = engine.everyone.num_ranks == 1 or members == list(engine.everyone.members)
     has_pieces = any(item.row.of for item in (*found.sharded, *found.uncut))
@@ -141,7 +152,7 @@ def collect(
         sharded=tuple(found.sharded),
         uncut=tuple(found.uncut),
         tied={
-            name + suffix: first + suffix
+            found.prefix + name + suffix: found.prefix + first + suffix
             for param in params
             for first, *others in [param_names(param)]
             for suffix in plain_parts(param.sharded._local_tensor)
@@ -225,6 +236,8 @@ class _Tensors:
         self._cuts: dict[int, _Cut] = {}  # by parameter
         self._numbers: dict[object, int] = {}
         self._ranks: dict[int, Ranks] = {}
+        self._steps_apart = engine.replicas_differ
+        self.prefix = own_prefix(engine)  # of this replica's names
         self.meshes = [self._ranks_of(engine.comm)]
         for unit in engine.units:
             used = {
@@ -248,20 +261,31 @@ class _Tensors:
 
     def add(self, param: ShardedParam, local: torch.Tensor, state: str = "") -> None:
         """Add a parameter, or a state of one: each part of it that is here."""
-        first = param_names(param)[0]
+        first = self.prefix + param_names(param)[0]
         parts = inner_of(local, param.cut, first)
         name = self.names.setdefault(id(param), first + parts[0].suffix)
         for part in parts:
-            cut = self._cut_of(param, part.cut)
-            if not cut.is_here:
-                continue
-            data = part.local.detach().contiguous().reshape(-1)[cut.inside]  # as files have it
-            kind: Kind = "optimizer" if state else "param"
-            called, key = (name, state + part.suffix) if state else (first + part.suffix, "")
-            shape = part.cut.shape if param.has_storage else cut.piece.shape
-            info = TensorInfo(kind, called, dtype_name(data.dtype, called), shape, key)
-            row = TensorRow.of_piece(info, cut.piece, cut.layout, cut.index)
-            self.sharded.append(Item(row, data, cut.lo))
+            if state:
+                self._add_part(param, part, name, state + part.suffix)
+            else:
+                self._add_part(param, part, first + part.suffix, PARAMETER if self.prefix else "")
+
+    def add_outer(self, param: ShardedParam, local: torch.Tensor, state: str) -> None:
+        """Add a tensor of the outer step's state."""
+        first = OUTER + param_names(param)[0]
+        for part in inner_of(local, param.cut, first):
+            self._add_part(param, part, first, state)
+
+    def _add_part(self, param: ShardedParam, part: Inner, name: str, state: str) -> None:
+        cut = self._cut_of(param, part.cut)
+        if not cut.is_here:
+            return
+        data = part.local.detach().contiguous().reshape(-1)[cut.inside]  # as files have it
+        kind: Kind = "optimizer" if state else "param"
+        shape = part.cut.shape if param.has_storage else cut.piece.shape
+        info = TensorInfo(kind, name, dtype_name(data.dtype, name), shape, state)
+        row = TensorRow.of_piece(info, cut.piece, cut.layout, cut.index)
+        self.sharded.append(Item(row, data, cut.lo))
 
     def _cut_of(self, param: ShardedParam, of: Cut) -> _Cut:
         """Return this rank's part of a parameter, or of a tensor inside it, and its layout."""
@@ -294,6 +318,8 @@ class _Tensors:
         if id(comm) not in self._ranks:
             table = comm.axes.mesh.mesh
             rows = table.reshape(-1, table.shape[-1]).tolist()
+            if self._steps_apart and comm.axes.replicate is not None:
+                rows = [rows[comm.axes.replicate.rank]]
             self._ranks[id(comm)] = tuple(map(tuple, rows))
         return self._ranks[id(comm)]
 
@@ -359,7 +385,7 @@ def _collect_optimizer(
 
 
 def _own_values(
-    model: Model, extra: Mapping[str, object], generators: Mapping[str, object]
+    model: Model, extra: Mapping[str, object], generators: Mapping[str, object], engine: Parts
 ) -> tuple[dict[str, object], tuple[Item, ...]]:
     """Return this rank's values for its index, and the tensors that they hold."""
     states = dict(extra)
@@ -368,6 +394,8 @@ def _own_values(
             states[key] = state_dict()
     encoded_extra, tensors = encode(states, "extra")
     modules = {name: module.get_extra_state() for name, module in module_states(model)}
+    if (steps := local_steps_of(engine)) is not None:
+        modules[KEY] = facts_of(steps)
     encoded_modules, tensors = encode(modules, "modules", tensors)
     values = {"extra": encoded_extra, "modules": encoded_modules, "generators": dict(generators)}
     own = tuple(_uncut("extra", place, tensor) for place, tensor in tensors.items())

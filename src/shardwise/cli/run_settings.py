@@ -39,6 +39,11 @@ def planned_keys(config: TrainConfig) -> dict[str, object]:
         raise ConfigError(
             "accumulation_order: plans have depth_first alone; take the key out of the file"
         )
+    if config.nearby_ranks is not None:
+        raise ConfigError(
+            "nearby_ranks: a plan gathers from all ranks, for backward too, and has no second "
+            "copy; take the key out of the file"
+        )
     values = {name: value for name, value in config if value is not None}
     values["activation_checkpointing"] = "full" if config.activation_checkpointing else "none"
     return values | {"optimizer": _planned_optimizer(config)}

@@ -115,6 +115,11 @@ class Comm:
     def _transports(self) -> dict[str, UnitTransport]:
         return {axis.name: _transport(axis, self.device) for axis in self.axes.all}
 
+    @property
+    def _nearby_transport(self) -> UnitTransport:
+        """The transport among neighbours on the shard axis: the same as along all of it."""
+        return self._transports[self.axes.shard.name]
+
     @cached_property
     def control(self) -> Control:
         """The small exchanges over all ranks of the axes."""
@@ -149,7 +154,7 @@ class Comm:
         transport: Transport | None = None,
     ) -> Pending:
         """Start gathering segments along ``axis``; the transport's docstring has the cost."""
-        by: Transport = transport or self._transports[axis.name]
+        by: Transport = transport or self._transports.get(axis.name) or self._nearby_transport
         finish = self._begin(collective)
         pending = by.start_all_gather(items, axis, collective, self.traffic)
         return self._follow(pending, axis, collective, finish)

@@ -4,7 +4,7 @@ import struct
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -51,7 +51,7 @@ from shardwise.layout.placements import (
     with_owners,
 )
 from shardwise.layout.units import UnitSpec, find_device, partition_into_units
-from shardwise.mesh import DataAxes, resolve_axes
+from shardwise.mesh import DataAxes, check_nearby, nearby_axis, resolve_axes
 from shardwise.names import list_names
 from shardwise.tensor.plain_state import owner_of  # and registers what cuts an optimizer's state
 from shardwise.tensor.shard_tensor import ShardTensor
@@ -141,6 +141,7 @@ def _ask(
     specs = partition_into_units(model, chosen.modules, chosen.optional)
     device = find_device(specs)
     axes = _axes_for(device, mesh)
+    check_nearby(axes, config.nearby_ranks)
     placed = with_experts(specs, chosen.placements, chosen.experts, mesh)
     specs = with_owners(place_params(specs, placed, axes, config.layout), layout, axes)
     adoption = Adoption(optimizer, specs)
@@ -171,9 +172,12 @@ def _agree(model: nn.Module, asked: _Asked) -> tuple[Comm, int]:
 
 def _build(model: nn.Module, asked: _Asked, engine: Engine, seed: int) -> list[Unit]:
     """Build the units one by one; drop each specification, with its original values."""
-    specs, control = asked.specs, engine.comm.control
+    specs, control, num_nearby = asked.specs, engine.comm.control, asked.config.nearby_ranks
+    nearby = None
+    if num_nearby not in (None, asked.axes.shard.size):
+        nearby = replace(nearby_axis(asked.axes.mesh, num_nearby), name="nearby")
     materializer = Materializer(
-        asked.config, engine.comm, engine.ledger, engine, asked.init, specs, asked.homes
+        asked.config, engine.comm, engine.ledger, engine, asked.init, specs, asked.homes, nearby
     )
     materializer.check(specs)
     if asked.config.state_offload is not None:

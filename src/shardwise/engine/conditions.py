@@ -56,6 +56,7 @@ class Conditions:
         self._checks: list[Callable[[], None]] = []
         self.rounds = Alone()
         self._assigned: dict[int, tuple[Any, Any]] = {}
+        self.local_steps: Any = None  # of replicas that step apart (`parallel.local_steps`)
 
     # -- full parameters in the modules
     @property

@@ -6,6 +6,7 @@
 
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from typing import Any, NoReturn
 
@@ -256,14 +257,15 @@ class Engine:
         others_follow = output is not None and self.conditions.rounds.others_follow
         if goes_on and unit.settings.stage.frees_after_forward:
             self.schedule.note_ahead(unit)
-        self.schedule.after_forward(
-            unit,
-            in_backward=call.in_backward,
-            expects_backward=call.is_recorded and self.passes.watch_outputs(call, output),
-            backward_is_next=call.backward_is_next,
-            still_runs=goes_on or others_follow or any(c.unit is unit for c in stack),
-            at_root=not stack and not others_follow,
-        )
+        with nullcontext() if unit.gather.nearby is None else unit.gather.nearby.leaving():
+            self.schedule.after_forward(
+                unit,
+                in_backward=call.in_backward,
+                expects_backward=call.is_recorded and self.passes.watch_outputs(call, output),
+                backward_is_next=call.backward_is_next,
+                still_runs=goes_on or others_follow or any(c.unit is unit for c in stack),
+                at_root=not stack and not others_follow,
+            )
 
     def _others_may_have_stopped(self) -> bool:
         """Tell whether the exception in flight is one that other ranks raise too."""

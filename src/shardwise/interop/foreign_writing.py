@@ -90,6 +90,8 @@ def to_deepspeed(config: TrainConfig, source: str) -> tuple[JsonObject, Report]:
         zero["zero_quantized_gradients"] = True
         writer.mapped("reduce", "in blocks of its own")
         writer.lost("gather_block", "DeepSpeed chooses its blocks")
+    if config.nearby_ranks is not None:
+        zero["zero_hpz_partition_size"] = config.nearby_ranks
     if config.prefetch_bytes is not None:
         elements = config.prefetch_bytes // COMPUTE_BYTES[config.precision]
         zero["stage3_prefetch_bucket_size"] = elements

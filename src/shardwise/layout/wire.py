@@ -245,5 +245,10 @@ def is_coded(shape: tuple[int, ...]) -> bool:
     return len(shape) > 1
 
 
+def share_numel(numel: int, num_ranks: int, block: int) -> int:
+    """Return the elements of one rank's share of an encoded mean: whole blocks."""
+    return -(-numel // (num_ranks * block)) * block
+
+
 def _aligned(num_bytes: int, multiple: int) -> int:
     return -(-num_bytes // multiple) * multiple

@@ -5,10 +5,12 @@ from typing import TYPE_CHECKING
 from shardwise.lazy import lazily
 
 if TYPE_CHECKING:
+    from shardwise.outer import Outer as Outer
     from shardwise.parallel.clipping import clip_grad_norm_ as clip_grad_norm_
     from shardwise.parallel.context import ContextParallel as ContextParallel
     from shardwise.parallel.experts import MixtureOfExperts as MixtureOfExperts
     from shardwise.parallel.experts import spread_experts as spread_experts
+    from shardwise.parallel.local_steps import LocalSteps as LocalSteps
     from shardwise.parallel.routing import balance_experts as balance_experts
     from shardwise.parallel.tying import tie as tie
     from shardwise.parallel.uneven import join as join
@@ -16,7 +18,9 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "ContextParallel": "shardwise.parallel.context",
+    "LocalSteps": "shardwise.parallel.local_steps",
     "MixtureOfExperts": "shardwise.parallel.experts",
+    "Outer": "shardwise.outer",
     "balance_experts": "shardwise.parallel.routing",
     "clip_grad_norm_": "shardwise.parallel.clipping",
     "join": "shardwise.parallel.uneven",

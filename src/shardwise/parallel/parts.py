@@ -99,6 +99,16 @@ class Parts:
         return any(engine.suspended for engine in self.engines)
 
     @property
+    def replicas_differ(self) -> bool:
+        """Tell whether replicas step apart, each with its own parameters."""
+        return self.local_steps is not None
+
+    @property
+    def local_steps(self) -> Any:
+        """The `LocalSteps` of the model, or None."""
+        return self.first.conditions.local_steps
+
+    @property
     def is_in_window(self) -> bool:
         """Tell whether any stage is inside an accumulation window."""
         return any(engine.is_in_window for engine in self.engines)

@@ -33,11 +33,11 @@ def mean_loss(
     If no rank has a token, the loss is 0.
     """
     engine = engine_of(model)
-    comm = engine.comm
+    comm, sums = engine.comm, engine.units[0].grads.sums
     count = torch.as_tensor(num_tokens, dtype=torch.float64, device=comm.device).reshape(1)
-    for axis in comm.axes.all:
+    for axis in comm.axes.all if sums.over_replicas else comm.axes.sharded:
         count = comm.sum_in_rank_order(count, axis, _COUNT)
-    divisor = engine.units[0].grads.sums.divisor or comm.axes.num_ranks
+    divisor = sums.divisor or comm.axes.num_ranks
     weight = (divisor / count.clamp_min(1)).to(torch.promote_types(total.dtype, torch.float32))
     return total * weight.squeeze()
 

@@ -7,6 +7,7 @@ from math import prod
 from typing import Literal
 
 from shardwise.homes import Offload, OffloadLike, check_coded, resolve_offload
+from shardwise.outer import Windows
 from shardwise.plan.sizes import OPTIMIZERS, PRECISIONS, Dtypes, row_of
 from shardwise.precisions import REDUCE_FORMATS, Coding, GatherName, ReduceName, plain_precision
 from shardwise.quantities import format_bytes
@@ -47,7 +48,8 @@ class Candidate:
     takes, and "nvme" without a folder too; it is completed.
     ``reduce_every`` None: as the stage says. ``optimizer`` names a row of ``sizes.OPTIMIZERS``.
     ``save_every`` and ``memory_every`` are steps between checkpoints, on disk and in the hosts'
-    memory; 0: none. ``copies`` further hosts keep what a rank has in memory.
+    memory; 0: none. ``copies`` further hosts keep what a rank has in memory. ``local_steps``:
+    replicas step apart, and are synchronised once in a window; None: in every step.
 
     **Raises** ConfigError for a precision or an optimizer that is in no table, and for settings
     that contradict each other.
@@ -84,11 +86,14 @@ class Candidate:
     save_every: int = 0
     memory_every: int = 0
     copies: int = 0
+    local_steps: Windows | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "precision", plain_precision(self.precision))
         row_of(PRECISIONS, self.precision, "precision")
         row_of(OPTIMIZERS, self.optimizer, "optimizer")
+        if self.local_steps is not None and not isinstance(self.local_steps, Windows):
+            object.__setattr__(self, "local_steps", Windows.of_fields(self.local_steps))
         object.__setattr__(self, "offload", planned_offload(self.offload))
         if self.gather is not None:
             check_coded(self.gather, STAGES[self.stage], self.offload, self.layout)
@@ -118,6 +123,11 @@ class Candidate:
     def world_size(self) -> int:
         """Number of ranks in all."""
         return self.data_parallel * prod(self.degrees)
+
+    @property
+    def summed_replicas(self) -> int:
+        """Number of replicas over which gradients are summed."""
+        return 1 if self.local_steps is not None else self.num_replicas
 
     @property
     def with_context_shards(self) -> "Candidate":

@@ -15,7 +15,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, PositiveInt, model_
 from shardwise.axes import Axes
 from shardwise.errors import ConfigError
 from shardwise.homes import offload_of, resolve_offload
-from shardwise.keys import flag_of, key, read_fields
+from shardwise.keys import flag_of, key, read_fields, read_options
+from shardwise.outer import Windows
 from shardwise.plan.candidate import (
     Checkpointing,
     ContextMethod,
@@ -62,6 +63,15 @@ def _read_offload(value: str | Mapping[str, object], *, names_folders: bool) -> 
     return value
 
 
+def _read_windows(value: object) -> object:
+    """Return the fields of the settings of `LocalSteps`, with their defaults."""
+    if value is None or isinstance(value, Windows):
+        return None if value is None else value.fields
+    is_number = isinstance(value, str) and not value.lstrip().startswith("{")
+    is_fields = isinstance(value, str | dict) and not is_number
+    return Windows.of_fields(read_options(value) if is_fields else value).fields
+
+
 def read_words(value: object) -> object:
     """Return words that are written with commas between."""
     words = value.split(",") if isinstance(value, str) else value
@@ -81,6 +91,7 @@ RunOffload = Annotated[
 _PlannedOffload = Annotated[
     str | dict[str, object] | None, BeforeValidator(partial(_read_offload, names_folders=False))
 ]
+_Windows = Annotated[dict[str, object] | None, BeforeValidator(_read_windows)]
 _Room = Annotated[int | None, BeforeValidator(_read_size)]
 
 
@@ -128,6 +139,13 @@ class StepKeys(BaseModel):
         None, "Sharding", "gradients collected before a reduction starts; unset: 1 MiB", ge=0
     )
 
+    local_steps: _Windows = key(
+        None,
+        "Sharding",
+        "steps after which replicas are synchronised, instead of in every step; or fields: "
+        "{every: 50, outer: nesterov, lr: 0.7, momentum: 0.9, state: fp32, send: fp32, streams: 1}",
+    )
+
     micro_batch: Count = key(
         1, "Batch", "windows per data-parallel rank and pass", gt=0, le=_MOST_MICRO_BATCH
     )
@@ -143,6 +161,10 @@ class StepKeys(BaseModel):
     def _check_step(self) -> Self:
         if self.gather is not None and self.stage == 0:
             raise ValueError(f"gather: nothing is gathered at stage 0, got {self.gather}")
+        if self.local_steps is not None and self.dp_replicate == 1:
+            raise ValueError("local_steps: it lets replicas step apart; give dp_replicate, as 2")
+        if self.local_steps is not None and self.pp > 1:
+            raise ValueError(f"local_steps: expected pp 1 beside it, got {self.pp}")
         return self
 
     @property

@@ -68,6 +68,13 @@ class TrainConfig(StepKeys):
         "cpu: slices, gradients and the optimizer's step in host memory; nvme:FOLDER: its state in "
         "files; or fields of shardwise.Offload, such as {optimizer: cpu, fraction: 0.5}",
     )
+    nearby_ranks: int | None = key(
+        None,
+        "Sharding",
+        "ranks in a node, from which alone backward gathers what forward has left there (hpZ); "
+        "unset: from all",
+        ge=2,
+    )
     overlap_step: bool = key(
         False, "Sharding", "run the optimizer's step behind the next forward pass"
     )
@@ -266,6 +273,19 @@ class TrainConfig(StepKeys):
             (
                 self.restarts and self.resume != "auto",
                 f"restarts: expected resume auto beside it, got {self.resume}",
+            ),
+            (
+                self.nearby_ranks and self.stage != 3,
+                f"nearby_ranks: backward gathers nothing at stage {self.stage}; expected stage 3",
+            ),
+            (
+                self.nearby_ranks and (self.tp > 1 or self.pp > 1 or self.cp > 1 or self.ep > 1),
+                "nearby_ranks: expected tp, pp, cp and ep 1 beside it",
+            ),
+            (
+                self.local_steps and self.precision == "fp16",
+                "precision: expected bf16 or fp32 with local_steps, as each replica would have a "
+                "loss scale of its own, got fp16",
             ),
             (  # as attention over parts of windows would raise at the first step
                 self.cp > 1 and self.cp_method == "heads" and heads // self.tp % self.cp,

@@ -289,6 +289,7 @@ class _Loop:
             local, difference = compute_twice(run, compute, lambda result: result.numbers)
         else:
             local = compute_step(run, step)
+        synchronize(run, step)
         budget.note_step(time.perf_counter() - begun_s, is_replayed)
         asked = budget.ask() if run.place.rank == 0 else 0
         mean = local.loss / run.place.world_size
@@ -321,10 +322,18 @@ def compute_step(run: Run, step: int) -> StepReport:
     run.scaler.step(optimizer)
     run.scaler.update()
     balance_experts(model)
-    state = count_state(model, optimizer)
+    state = count_state(model, optimizer, 0 if run.local is None else run.local.state_bytes)
     optimizer.zero_grad()
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
     return StepReport(loss.item(), lr, float(norm), state)
+
+
+def synchronize(run: Run, step: int) -> None:
+    """Count a step of replicas that step apart; after the last one all have one model."""
+    if run.local is not None:
+        run.local.step()
+        if step == run.config.steps:
+            run.local.synchronize()
 
 
 def _passes(run: Run, step: int) -> Tensor:

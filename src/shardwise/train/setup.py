@@ -38,8 +38,10 @@ from shardwise.device import local_device, reset_peak_memory
 from shardwise.engine.agreement import agree
 from shardwise.engine.api import engine_of
 from shardwise.errors import ConfigError
+from shardwise.outer import Outer, OuterName, Windows
 from shardwise.parallel.context import ContextParallel
 from shardwise.parallel.experts import spread_experts
+from shardwise.parallel.local_steps import LocalSteps
 from shardwise.stages import DEFAULT_BUCKET_BYTES
 from shardwise.train.checks import check_output
 from shardwise.train.config import TrainConfig
@@ -76,6 +78,7 @@ class Run:
     scaler: torch.amp.GradScaler
     context: ContextParallel | None  # if windows are cut over ranks
     pipeline: Pipeline | None  # if the model is cut into pipeline stages
+    local: LocalSteps | None  # if replicas step apart
     base_memory_bytes: int  # in use before the model was built
 
     @property
@@ -178,7 +181,7 @@ def prepare_run(config: TrainConfig, place: RankPlace, device: torch.device) -> 
     agree(engine_of(model).everyone, facts, "the keys of the run")
     return Run(
         *(config, place, device, tokenizer, tokens, entropy, sampler, model, optimizer, scaler),
-        *(context, pipeline),
+        *(context, pipeline, step_apart(config, model)),
         base_memory_bytes,
     )
 
@@ -217,11 +220,21 @@ def shard_decoder(config: TrainConfig, axes: Axes, model: nn.Module) -> nn.Modul
             config.prefetch_bytes,
             DEFAULT_BUCKET_BYTES if config.bucket_bytes is None else config.bucket_bytes,
             config.reduce_every,
+            config.nearby_ranks,
         ),
     )
     if axes.pp > 1 and config.tied_head:
         shardwise.parallel.tie(model, TIED)
     return model
+
+
+def step_apart(config: TrainConfig, model: nn.Module) -> LocalSteps | None:
+    """Let the replicas of a sharded decoder step apart if the config says so."""
+    if config.local_steps is None:
+        return None
+    windows = Windows.of_fields(config.local_steps)
+    outer: Outer | OuterName = windows.outer or "average"
+    return LocalSteps(model, every=windows.every, outer=outer, streams=windows.streams)
 
 
 def _make_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:

@@ -35,8 +35,13 @@ class StateBytes:
         return self.param_bytes + self.grad_bytes + self.optimizer_bytes
 
 
-def count_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateBytes:
-    """Count the training state of this rank; call between `step` and `zero_grad`."""
+def count_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, outer_bytes: int = 0
+) -> StateBytes:
+    """Count the training state of this rank; call between `step` and `zero_grad`.
+
+    ``outer_bytes``: what replicas that step apart keep beside the optimizer's state.
+    """
     stats = shardwise.debug.stats(model)
     states = [
         value
@@ -48,7 +53,8 @@ def count_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateByte
     return StateBytes(
         param_bytes=stats.param_shard_bytes + stats.param_full_bytes,
         grad_bytes=stats.grad_shard_bytes + stats.grad_partial_bytes,
-        optimizer_bytes=sum(
+        optimizer_bytes=outer_bytes
+        + sum(
             (elements_of(state) if isinstance(state, DTensor) else state).nbytes for state in states
         ),
         replicated_bytes=2 * sum(p.nbytes for p in params) + sum(state.nbytes for state in states),

@@ -43,9 +43,9 @@ from shardwise.trace import FullParamLedger
 from shardwise.unit.encodings import OwnGather
 from shardwise.unit.home import Home, Homes, Room
 from shardwise.unit.param import AsShardTensor, EngineOfUnits, ShardedParam
-from shardwise.unit.storage import Storage
+from shardwise.unit.storage import Nearby, Storage
 from shardwise.unit.sums import RowsApart, Sum
-from shardwise.unit.unit import Unit
+from shardwise.unit.unit import Gather, Unit
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -98,7 +98,9 @@ class Materializer:
         init: Init | None,
         specs: Sequence[UnitSpec],
         homes: Homes | None = None,
+        nearby: Axis | None = None,
     ) -> None:
+        self._nearby = nearby
         self._config = config
         self._comm = comm
         self._device = comm.device
@@ -183,6 +185,7 @@ class Materializer:
             optional=spec.optional,
             reads_in_backward=type(spec.module).forward is not nn.Embedding.forward,
         )
+        nearby = self._nearby if comm is self._comm else None
         unit = Unit(
             spec.name,
             index,
@@ -193,7 +196,8 @@ class Materializer:
             config.precision,
             # Experts on a separate mesh get the gradients of all batches from their layers.
             Sum(self._comm.axes.num_ranks),
-            home=home,
+            Gather(nearby=Nearby(nearby) if nearby is not None else None),
+            home,
         )
         values = self._initialised(spec)
         own = [param for param in spec.params if has_own_gather(param.param)]

@@ -36,7 +36,7 @@ from shardwise.comm.pending import CollectiveId, GatherItem, Pending, ReduceItem
 from shardwise.layout.boxes import contiguous_stride
 from shardwise.layout.segments import Layout, Segment, even_segment
 from shardwise.layout.wire import is_coded
-from shardwise.mesh import Axis
+from shardwise.mesh import Axis, DataAxes
 from shardwise.precisions import Coding
 from shardwise.trace import Traffic
 from shardwise.unit.param import ShardedParam
@@ -73,7 +73,8 @@ class Sum:
     ``zero_fill``: a parameter without a gradient on any rank gets zeros. ``in_param_dtype``: unless
     `Precision.reduce` names a dtype, sums have that of the sharded parameter, else that of the
     gradients. ``all_reduces``: outside an accumulation window every micro-batch is summed over
-    replicas. ``own`` makes sums by a user's own collective. ``after_reduce`` is called with the
+    replicas. If not ``over_replicas``, sums are over the shard axis alone, whose ranks ``divisor``
+    counts. ``own`` makes sums by a user's own collective. ``after_reduce`` is called with the
     means, before anything else reads them.
     """
 
@@ -81,6 +82,7 @@ class Sum:
     zero_fill: bool = False
     in_param_dtype: bool = True
     all_reduces: bool = True
+    over_replicas: bool = True
     own: OwnSum | None = None
     after_reduce: Callable[[torch.Tensor], object] | None = None
 
@@ -89,7 +91,12 @@ class Sum:
         """The settings, with a user's functions by identity: they may not be comparable."""
         own = (self.own and self.own.reduce_scatter, self.after_reduce)
         same = ((id(getattr(f, "__self__", f)), getattr(f, "__func__", None)) for f in own)
-        return (self.divisor, self.zero_fill, self.in_param_dtype, self.all_reduces, *same)
+        settings = (self.zero_fill, self.in_param_dtype, self.all_reduces, self.over_replicas)
+        return (self.divisor, *settings, *same)
+
+    def replicate_of(self, axes: DataAxes) -> Axis | None:
+        """Return the replicate axis if sums are taken over it too, else None."""
+        return axes.replicate if self.over_replicas else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,6 +181,7 @@ class RunningSum:
     def __init__(self, units: Sequence["Unit"], how: Sum) -> None:
         self._how = how
         self._comm = units[0].comm
+        self._replicate = how.replicate_of(self._comm.axes)
         is_half = any(_sums_in_half(unit) for unit in units)
         self._before = _division_before(how.divisor) if is_half else 1.0
         self._divisor = how.divisor / self._before
@@ -192,8 +200,7 @@ class RunningSum:
                 params = [param for param in rows.params if param.is_trained]
                 items += self._start_storage(unit, rows, params)
         collective = self._comm.collective_id("reduce_scatter", units[0].name, units[0].index)
-        axes = self._comm.axes
-        self._pendings = self._start(items, collective, 1 if axes.replicate else self._divisor)
+        self._pendings = self._start(items, collective, 1 if self._replicate else self._divisor)
 
     def _start(
         self, items: list[ReduceItem], collective: CollectiveId, divisor: float
@@ -237,7 +244,7 @@ class RunningSum:
         layout = storage.layout
         num_counts = len(params) if self._comm.axes.num_ranks > 1 else 0
         # The counts are summed over replicas with the slices, so they lie behind them.
-        behind = num_counts if self._comm.axes.replicate and not replicated else 0
+        behind = num_counts if self._replicate and not replicated else 0
         buffer = storage.mean_memory.take(dtype, behind)
         out, counts = buffer.split([buffer.numel() - behind, behind])
         if self._defers and len(params) < len(layout.params):
@@ -313,7 +320,7 @@ class RunningSum:
             self._keep()
             return
         for part in self._parts:
-            if self._comm.axes.replicate is not None:
+            if self._replicate is not None:
                 self._sum_over_replicas(part)
             if self._how.after_reduce is not None:
                 for mean in part.means:
@@ -339,7 +346,7 @@ class RunningSum:
         return found
 
     def _sum_over_replicas(self, part: _Part) -> None:
-        axis = self._comm.axes.replicate
+        axis = self._replicate
         assert axis is not None
         if isinstance(part.storage, Storage) and part.storage.unreduced is not None:
             torch.add(part.storage.unreduced.sums, part.out, out=part.out)
@@ -425,7 +432,7 @@ def _division_before(divisor: float) -> float:
 def _may_defer(units: Sequence["Unit"]) -> bool:
     """Tell whether sums over replicas may wait for a later micro-batch of the window."""
     first = units[0]
-    replicate = first.comm.axes.replicate
+    replicate = first.grads.sums.replicate_of(first.comm.axes)
     if replicate is None or replicate.size == 1 or first.engine is None:
         return False
     if first.engine.is_last_micro_batch:

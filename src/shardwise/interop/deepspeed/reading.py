@@ -133,6 +133,7 @@ class DeepSpeedFile:
             "zero_optimization": self._zero,
             "zero_optimization.prefetch_bucket_size": self._prefetch,
             "zero_optimization.stage3_prefetch_bucket_size": self._prefetch,
+            "zero_optimization.zero_hpz_partition_size": self._nearby,
             "zero_optimization.zero_quantized_weights": self._quantized,
             "zero_optimization.zero_quantized_gradients": self._quantized,
             "optimizer.type": self._optimizer,
@@ -251,6 +252,15 @@ class DeepSpeedFile:
         num_bytes = entry.integer(most=1 << 40) * COMPUTE_BYTES[kind]
         self.values["prefetch_bytes"] = num_bytes
         entry.tell("mapped", f"shard(schedule=Schedule({num_bytes}))")
+
+    def _nearby(self, entry: Entry) -> None:
+        stage = self.content["zero_optimization"].get("stage")
+        if entry.integer(least=1) == 1:
+            entry.tell("mapped", "every gather is from all ranks")
+        elif str(stage) not in ("3", "auto"):
+            entry.tell("ignored", "DeepSpeed gathers parameters at stage 3 alone")
+        else:
+            entry.store()
 
     def _quantized(self, entry: Entry) -> None:
         stage = self.content["zero_optimization"].get("stage")

@@ -97,8 +97,9 @@ class DeepSpeedSettings:
         """Arguments of ``shard()``: ``shard(model, **settings.shard)``."""
         found = self._all
         arguments: JsonObject = {k: found[k] for k in ("stage", "offload") if k in found}
-        if "prefetch_bytes" in found:
-            arguments["schedule"] = Schedule(prefetch_bytes=found["prefetch_bytes"])
+        scheduled = {k: found[k] for k in ("prefetch_bytes", "nearby_ranks") if k in found}
+        if scheduled:
+            arguments["schedule"] = Schedule(**scheduled)
         coded = {name: found[name] for name in ("gather", "reduce") if name in found}
         name = found.get("precision")
         if "bf16_master" in found:

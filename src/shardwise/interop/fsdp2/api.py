@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _get_root_modules
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from shardwise.axes import Axes, shared_mesh
+from shardwise.axes import Axes
 from shardwise.config import Precision, resolve_precision
 from shardwise.device import current_device
 from shardwise.engine.api import check_is_module
@@ -36,7 +36,7 @@ from shardwise.interop.fsdp2.meshes import (
 from shardwise.interop.fsdp2.state import State, sharded_class, state_of
 from shardwise.interop.fsdp2.units import Asked, make_unit, take
 from shardwise.layout.units import ParamUse
-from shardwise.mesh import Axis, axes_of
+from shardwise.mesh import Axis, nearby_axis
 from shardwise.tensor.replaced import retire
 from shardwise.tensor.shard_tensor import ShardTensor
 from shardwise.unit.gradient import check_hooks
@@ -234,9 +234,7 @@ def _checked_reshard(asked: bool | int | None, spread: ShardingMesh) -> tuple[bo
         )
     if asked in (1, size):
         return asked != 1, None
-    device_type, groups = spread.mesh.device_type, spread.mesh.mesh.view(-1, asked)
-    key = device_type, tuple(map(tuple, groups.tolist()))
-    return True, axes_of(shared_mesh(key, lambda: DeviceMesh(device_type, groups))).shard
+    return True, nearby_axis(spread.mesh, asked)
 
 
 def _managed_modules(

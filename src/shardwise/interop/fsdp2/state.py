@@ -6,7 +6,6 @@ others. All units below the root then get one engine.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from itertools import chain
@@ -262,8 +261,7 @@ class State(ModuleState):
         self.awaited.discard(member.module)
         goes_on = bool(self.awaited)
         for unit in reversed(self.units):
-            with nullcontext() if unit.gather.nearby is None else unit.gather.nearby.leaving():
-                engine.after_forward(unit, output, goes_on=goes_on)
+            engine.after_forward(unit, output, goes_on=goes_on)
         if not engine.is_running():
             for state in engine.all_states:
                 state.awaited.clear()

@@ -21,11 +21,13 @@ from typing import NamedTuple
 from shardwise.layout.memory import Memory, group_by_dtypes
 from shardwise.layout.segments import Segment, balanced, build_layout, even_segment
 from shardwise.layout.wire import Slice, is_coded
+from shardwise.outer import BLOCK
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.model.tape import TapeUnit
 from shardwise.plan.sizes import DTYPE_BYTES, OPTIMIZERS, DtypeName
 from shardwise.plan.step.messages import (
     Message,
+    coded_mean_message,
     coding_message,
     gather_message,
     merge,
@@ -39,6 +41,7 @@ from shardwise.plan.step.messages import (
 from shardwise.precisions import PRECISION_DTYPES
 from shardwise.stages import STAGES
 
+_FLOAT = DTYPE_BYTES["float32"]
 # Shape, dtype, whether it is trained, whether it gets a gradient, owner.
 ParamKey = tuple[tuple[int, ...], DtypeName, bool, bool, int | None]
 
@@ -152,6 +155,7 @@ class Footprint:
         self.gather = self._gather([g.memory for g in stale]) if stale else None
         self.reduce = self._reduce(trains, False) if trains else None
         self.reduce_sums = self._reduce(trains, True) if trains else None
+        self.outer_bytes, self.outer_staging, self.outer = self._synchronize(trains)
         self.copy_bytes = sum(m.copy_bytes for m in memories)
         self.means_bytes = sum(
             g.memory.own_numel * (g.reduce if papers else g.memory.master_size) for g in trains
@@ -168,10 +172,7 @@ class Footprint:
         )
         staging = 0 if papers else max((_fetch_staging(g.memory) for g in away), default=0)
         self.fetch_staging = staging
-        # A step on the device leaves nothing to fetch.
-        self.is_mirrored = not any(
-            g.memory.frees or g.memory.needs_gather or g.memory.wire for g in away
-        )
+        self.is_mirrored = not any(map(_is_fetched, away))
 
     def _groups(self, params: tuple[ParamKey, ...]) -> list[Group]:
         """Group parameters by dtypes, frozen ones apart, as `unit.materialize` does."""
@@ -223,7 +224,8 @@ class Footprint:
     def _reduce(self, groups: Sequence[Group], local_sum: bool) -> Reduce:
         """Describe the reduction of a unit's gradients, or of its sums over micro-batches."""
         num_ranks, sharded = self._num_shards, self._stage.shards_state
-        num_replicas = self._candidate.num_replicas
+        num_replicas = self._candidate.summed_replicas
+        is_alone = num_ranks * self._candidate.num_replicas == 1
         messages, replicas, means = [], list[Message](), []
         encoded = list[tuple[Segment, list[Slice]]]()
         out = grads = beside = 0
@@ -239,7 +241,7 @@ class Footprint:
             ]
             encoded += segments
             messages += [self._plain(segment, parts, wire, reduce) for segment, parts in segments]
-            num_counts = len(trained) if num_ranks * num_replicas > 1 else 0
+            num_counts = 0 if is_alone else len(trained)
             if num_counts and num_ranks > 1:
                 counted = even_segment(num_counts * num_ranks, num_ranks)
                 parts = [Slice(0, counted.numel, reduce, None)]
@@ -258,6 +260,39 @@ class Footprint:
             parcelled = parcelled_message(encoded, num_ranks, self._on_cpu)
             parcelled = parcelled._replace(staging=beside)
         return Reduce(merge(messages), grads, out, tuple(replicas), tuple(means), parcelled)
+
+    def _synchronize(self, groups: Sequence[Group]) -> tuple[int, int, tuple[Message, ...]]:
+        """Return what replicas that step apart keep, allocate and send in a synchronisation.
+
+        The first message goes over the replicate axis, the second, at stage 0, to the other shards.
+        """
+        windows, num_shards = self._candidate.local_steps, self._num_shards
+        if windows is None:
+            return 0, 0, ()
+        spread = self._stage.shards_state
+        shapes = [
+            g.memory.layout.local_shape(n, self._rank)
+            if spread
+            else g.memory.layout.params[n].shape
+            for g in groups
+            for n, trains in enumerate(g.trained)
+            if trains
+        ]
+        numel = sum(map(prod, shapes))
+        values, outer = numel * _FLOAT, windows.outer
+        share = numel if spread else even_segment(numel, num_shards).shard_numel
+        ranks = self._candidate.num_replicas
+        if outer is not None and outer.send == "int8":
+            message = coded_mean_message(share, ranks, BLOCK, self._on_cpu)
+        else:
+            message = replica_message(share, _FLOAT, ranks, self._on_cpu)
+        messages = [message] if numel else []
+        if not spread and num_shards > 1 and numel:
+            segment = even_segment(share * num_shards, num_shards)
+            messages.append(gather_message([(segment, _FLOAT, True)], num_shards, self._on_cpu))
+        momentum = values if outer is not None and outer.momentum else 0
+        staging = values + max([momentum, *(each.staging for each in messages)])
+        return windows.state_bytes(numel), staging, tuple(messages)
 
     def _part(self, group: Group, index: int, size: int) -> Slice:
         """Describe one parameter's gradient in its segment, of elements of ``size`` bytes."""
@@ -303,6 +338,12 @@ class Footprint:
                 encoded = parcelled_message([(even_segment(numel, ranks), parts)], ranks, on_cpu)
             found.append(replica_message(numel, group.reduce, ranks, on_cpu, encoded))
         return found
+
+
+def _is_fetched(group: Group) -> bool:
+    """Tell whether slices elsewhere are fetched after a step; one on the device leaves a copy."""
+    memory = group.memory
+    return bool(memory.frees or memory.needs_gather or memory.wire)
 
 
 _footprint = lru_cache(maxsize=1024)(Footprint)

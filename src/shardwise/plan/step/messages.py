@@ -19,7 +19,15 @@ from shardwise.comm.shares import (
 )
 from shardwise.layout.memory import Memory
 from shardwise.layout.segments import Segment, even_segment
-from shardwise.layout.wire import AT_A_TIME, ON_CPU_AT_A_TIME, MessageSize, Slice, size_of
+from shardwise.layout.wire import (
+    AT_A_TIME,
+    ON_CPU_AT_A_TIME,
+    SCALE_BYTES,
+    MessageSize,
+    Slice,
+    share_numel,
+    size_of,
+)
 from shardwise.precisions import GATHER_BITS, Coding
 
 _FLOAT, _BF16 = 4, 2
@@ -220,6 +228,24 @@ def replica_message(
         + padded * size,
         before=reduced.before + padded * size,
         after=reduced.after + 2 * share + padded * size,
+    )
+
+
+def coded_mean_message(numel: int, ranks: int, block: int, on_cpu: bool) -> Message:
+    """Describe `codes.means.coded_mean` of float32 elements in int8: a mean, then its bytes."""
+    share = share_numel(numel, ranks, block)
+    coding = Coding("int8", block)
+    segment = even_segment(share * ranks, ranks)
+    parts = [Slice(0, share * ranks, _FLOAT, coding)]
+    reduced = whole(parcelled_message([(segment, parts)], ranks, on_cpu))
+    box = share + share // block * SCALE_BYTES
+    gathered = gather_message([(even_segment(box * ranks, ranks), 1, True)], ranks, on_cpu)
+    return reduced._replace(
+        payload=(reduced.payload + gathered.payload) // 2,
+        sent=reduced.sent + gathered.sent,
+        num_messages=reduced.num_messages + gathered.num_messages,
+        staging=reduced.staging + share * (ranks + 1) * _FLOAT + box * ranks,
+        after=reduced.after + share * ranks * 2 * _FLOAT,
     )
 
 

@@ -106,7 +106,7 @@ class Offloading:
             found[self._grads]["grad_shards"] += weight.means_bytes
             found[self._grads]["more_grads"] += weight.means_bytes * (num_reductions > 1)
             counters = self._optimizer.counter_bytes * len(weight.updated)
-            found["cpu"]["optimizer_state"] += counters
+            found["cpu"]["optimizer_state"] += counters + weight.outer_bytes
             found[self._state]["optimizer_state"] += weight.state_bytes - counters
             state_files.append(self._file_bytes(weight))
             slices.append(weight.largest_shard)

@@ -24,9 +24,10 @@ from shardwise.plan.step.doubles import PlayContext, ReductionsDouble, UnitDoubl
 from shardwise.plan.step.footprint import Footprint, weigh
 from shardwise.plan.step.messages import Message
 from shardwise.plan.step.offloading import Inputs, Offloading
-from shardwise.plan.step.program import AxisName, Ledger, Played, Recorder, Rest
+from shardwise.plan.step.program import AxisName, CollectiveKind, Ledger, Played, Recorder, Rest
 from shardwise.stages import STAGES, Stage, UnitSettings
 
+_OUTER_AXES: tuple[AxisName, ...] = ("replicate", "shard")
 _NORM_BYTES = 8  # the partial norm that clipping sends, float64
 _UNFUSED_BYTES = 80  # of float32 AdamW per parameter; see the Note
 _UNFUSED_KERNELS = 8
@@ -63,7 +64,7 @@ def _state(
         param_shards=sum(w.shard_bytes + w.compute_shard_bytes for w in here)
         + sum(w.copy_bytes for w in weights),
         param_full=sum(w.kept_bytes for w in weights),
-        optimizer_state=sum(w.state_bytes for w in here),
+        optimizer_state=sum(w.state_bytes + w.outer_bytes for w in here),
         state_staging=offloading.staging_bytes(weights, tape.units[0].comes_last),
         buffers=tape.buffer_bytes,
     )
@@ -129,7 +130,7 @@ class _Player:
         ends = number == self._candidate.accumulation - 1
         self._is_last = ends and not self._is_stage
         is_away = any(w.is_away for w in self._weights)
-        self._reductions.defers = not ends and self._candidate.num_replicas > 1 and not is_away
+        self._reductions.defers = not ends and self._candidate.summed_replicas > 1 and not is_away
         recorder.micro_batch = number
         if self._is_stage:
             self._set_stage(replace(self._row, frees_after_backward=False), stays_full=True)
@@ -265,8 +266,26 @@ class _Player:
             kernels *= sum(len(w.updated) for w in here) if kernel == "loop" else 1
             recorder.compute((self._memory(on_device, kernels),), 0)
         self._reductions.zero_grad(self._units)
+        if self._candidate.local_steps is not None:
+            self._synchronize(self._candidate.local_steps.every)
         for unit in self._units:
             unit.go_stale()
+
+    def _synchronize(self, every: int) -> None:
+        """Synchronise replicas that step apart: a step has its share of one in ``every`` steps."""
+        recorder = self._recorder
+        for index, weight in enumerate(self._weights):
+            for axis, message in zip(_OUTER_AXES, weight.outer, strict=False):
+                recorder.touch({"optimizer_temporary": weight.outer_staging})
+                kind: CollectiveKind = "all_reduce" if axis == "replicate" else "all_gather"
+                part = message._replace(
+                    payload=-(-message.payload // every),
+                    sent=-(-message.sent // every),
+                    before=message.before // every,
+                    after=message.after // every,
+                )
+                counts = (2 if axis == "replicate" else 1) // every
+                recorder.finish(recorder.start(kind, axis, part, index, counts=counts), part, index)
 
     def _clip(self) -> None:
         candidate, recorder = self._candidate, self._recorder

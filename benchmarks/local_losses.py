@@ -1,0 +1,116 @@
+"""Compare what replicas learn that are synchronised every few steps with synchronous steps.
+
+    python benchmarks/local_losses.py                                # three seeds, all choices
+    python benchmarks/local_losses.py --choices "average 10" --seeds 0 --json runs/local.jsonl
+
+The decoder of examples/demo.yaml, made smaller by `--keys`, is trained on the demo's text once for
+each choice and seed, on as many replicas as ranks (stage 3, so each rank is a replica with one
+shard). The seed decides weights and windows. "sent" are the bytes of a rank over the replicate axis
+in one step, on average; the loss is that on held-out text after the last step and a synchronisation
+of all units. There is no goal: the table tells what a choice costs.
+
+"other sum" is the synchronous run with one rank and as many windows in a step: sums in another
+order. A difference that is no larger than its own says nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import _common as common
+
+common.find_shardwise()
+
+DEMO = Path(__file__).parent.parent / "examples" / "demo.yaml"
+SMALL = "dim=64,layers=2,seq=64,eval_windows=128"
+SYNCHRONOUS, ONE_RANK = "synchronous", "other sum"
+NESTEROV = {"outer": "nesterov"}
+CHOICES: dict[str, Mapping[str, Any]] = {
+    ONE_RANK: {},
+    **{f"average {every}": {"every": every} for every in (10, 50)},
+    **{f"nesterov {every}": {"every": every, **NESTEROV} for every in (10, 50, 100)},
+    "nesterov 50, 3 streams": {"every": 50, "streams": 3, **NESTEROV},
+    "nesterov 50, int8 sent": {"every": 50, "send": "int8", **NESTEROV},
+    "nesterov 50, int8 both": {"every": 50, "send": "int8", "state": "int8", **NESTEROV},
+}
+
+
+def work(config: Mapping[str, Any]) -> None:
+    """Train the model from every seed on this rank; write the losses and the bytes of a step."""
+    import torch
+
+    import shardwise
+    from shardwise.train.checks import check_run
+    from shardwise.train.config import load_config
+    from shardwise.train.launch import RankPlace
+    from shardwise.train.loop import compute_step, evaluate, synchronize
+    from shardwise.train.setup import prepare_run
+
+    rank, ranks = config["rank"], config["num_ranks"]
+    place = RankPlace(rank, ranks, rank, ranks)
+    losses, sent = [], 0.0
+    with common.joined_ranks(config):
+        for seed in config["seeds"]:
+            keys = check_run(load_config(DEMO, {**config["keys"], "seed": seed}), ranks)
+            run = prepare_run(keys, place, torch.device("cpu"))
+            for step in range(1, keys.steps + 1):
+                compute_step(run, step)
+                synchronize(run, step)
+            of_kinds = shardwise.debug.stats(run.model).sent_bytes
+            over = [sent for kind, sent in of_kinds.items() if kind.startswith("replicate.")]
+            losses.append(evaluate(run))
+            sent = sum(over) / keys.steps
+    common.write_result(config, {"losses": losses, "sent": sent})
+
+
+def parse() -> argparse.Namespace:
+    """Read the flags."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--choices", default=[*CHOICES], type=lambda text: text.split(";"))
+    parser.add_argument("--seeds", default=[0, 1, 2], type=lambda t: [*map(int, t.split(","))])
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--ranks", type=int, default=2, help="as many replicas")
+    parser.add_argument("--lr", type=float, default=1e-3, help="the demo's own is 4e-3")
+    parser.add_argument("--keys", default=SMALL, help="other keys of `shardwise train`: k=v,k=v")
+    parser.add_argument("--timeout", type=float, default=3600, help="seconds, of one choice")
+    parser.add_argument("--json", help="append results to this file")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Train with every choice and compare."""
+    args = parse()
+    keys = {"steps": args.steps, "lr": args.lr, "min_lr": args.lr / 20, "threads": 1}
+    keys |= {"overwrite": True, "observe": False}
+    keys |= dict(each.split("=", 1) for each in args.keys.split(",") if each)
+    exact: list[float] = []
+    rows = []
+    for choice in (SYNCHRONOUS, *args.choices):
+        is_one = choice == ONE_RANK
+        ranks = 1 if is_one else args.ranks
+        mine = {**keys, "ranks": ranks}
+        mine |= {"accumulation": args.ranks} if is_one else {"dp_replicate": ranks}
+        mine |= {"local_steps": CHOICES[choice]} if CHOICES.get(choice) else {}
+        with tempfile.TemporaryDirectory(prefix="shardwise-local-") as folder:
+            case = {"keys": {**mine, "output": folder}, "seeds": args.seeds}
+            found = common.run_processes(Path(__file__), case, ranks, timeout_s=args.timeout)
+        losses, sent = found[0]["losses"], found[0]["sent"]
+        exact = exact or losses
+        more = [loss / first - 1 for loss, first in zip(losses, exact, strict=True)]
+        print(choice, *(f"{loss:.4f} ({by:+.2%})" for loss, by in zip(losses, more, strict=True)))
+        rows.append([choice, f"{common.mean(losses):.4f}", f"{common.mean(more):+.2%}"])
+        rows[-1] += [f"{min(more):+.2%} to {max(more):+.2%}", f"{sent:,.0f}"]
+        record = {"benchmark": "local_losses", "choice": choice, "seeds": args.seeds}
+        record |= {"keys": keys, "eval_losses": losses, "more": more, "sent_bytes": sent}
+        common.append_json(args.json, record)
+    common.print_table(["choice", "loss", "mean", "range over seeds", "sent in a step"], rows)
+
+
+if __name__ == "__main__":
+    common.main(work, main)
