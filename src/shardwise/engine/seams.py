@@ -62,6 +62,7 @@ def attach_steppers(units: Iterable[Unit]) -> None:
     units = list(units)
     if _has_room("shardwise.step"):  # without it, operations on shards make the same steps
         import_module("shardwise.step.local_step").step_as_plain_tensors()
+        import_module("shardwise.step.probe").find_collectives()
     if any(unit.home is not None for unit in units):
         import_module("shardwise.step.overlap").overlap_offloaded()
     if any(param.cut.owner is not None for unit in units for param in unit.params if param.has_cut):
