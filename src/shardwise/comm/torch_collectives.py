@@ -123,6 +123,26 @@ class CountedCollectives(TorchDispatchMode):
         return self._known[name]
 
 
+class CollectiveCalled(BaseException):
+    """A collective was called under `RefusedCollectives`; ``args[0]`` is its kind."""
+
+
+class RefusedCollectives(TorchDispatchMode):
+    """While entered, raise CollectiveCalled for each collective, before it begins."""
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Raise for a collective; run any other operation."""
+        if isinstance(func, torch._ops.OpOverload):
+            found = _collective_of(func.namespace, func._opname)
+            if found is not None or (func.namespace, func._opname) == ("c10d", "barrier"):
+                raise CollectiveCalled("barrier" if found is None else found[0])
+        return func(*args, **(kwargs or {}))
+
+
 def _collective_of(namespace: str, name: str) -> tuple[str, int] | None:
     """Return the kind of collective that an operator is, and the position of its input."""
     if namespace == "c10d":

@@ -11,7 +11,9 @@ matrices of other ranks are left out, and all other parameters are unchanged. St
 the copy are written back after the step. So a matrix's state is on its owner only.
 
 Elementwise optimizers do not need this: they step an empty slice as with layout ``flat``, and have
-state for it on every rank. L-BFGS treats all parameters as one vector and is refused.
+state for it on every rank. An optimizer that reads several parameters or draws steps sharded
+tensors too; see Note [A probe of an optimizer]. L-BFGS treats all parameters as one vector and is
+refused.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from shardwise.layout.placements import local_of
 from shardwise.step.local_step import Args, Kwargs, is_elementwise, optimizer_like, run_last
+from shardwise.step.probe import refuse_collectives, traits_of
 from shardwise.tensor.plain_state import PLAIN_SCALARS, owner_of, owning_rank
 from shardwise.unit.partial import PartialGrad
 
@@ -44,7 +47,7 @@ def step_matrices_whole() -> None:
     torch_optimizer.register_optimizer_step_pre_hook(_prepare)
 
 
-def _prepare(optimizer: Optimizer, *_: object) -> None:
+def _prepare(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> None:
     """Make the last hook before a step create the copy, and the first hook after it write back."""
     if torch.compiler.is_compiling() or is_elementwise(optimizer):
         return
@@ -53,6 +56,10 @@ def _prepare(optimizer: Optimizer, *_: object) -> None:
     params = (param for group in optimizer.param_groups for param in group["params"])
     if all(owning_rank(param) is None for param in params):
         return
+    traits = traits_of(optimizer, args, kwargs)
+    refuse_collectives(optimizer, traits)
+    if not traits.is_separable:
+        return  # operations on sharded tensors are right for all ranks, or refused
     run_last(optimizer, _take_apart)
     if _HOOK not in vars(optimizer):
         vars(optimizer)[_HOOK] = optimizer.register_step_post_hook(_hand_on).id
