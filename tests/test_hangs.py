@@ -34,7 +34,7 @@ from shardwise.hangs.heartbeat import (
     WaitRecord,
     lines_of_main,
 )
-from shardwise.processes import Process, fate, own_process
+from shardwise.processes import Process, fate, kill_stopped, own_process
 from shardwise.train.config import TrainConfig
 from shardwise.train.setup import make_decoder, shard_decoder
 from shardwise.train.text import load_tokenizer
@@ -170,8 +170,11 @@ def test_a_rank_that_has_not_come_is_in_the_table_with_its_line_and_its_last_col
 def test_ranks_in_different_calls_are_told_apart_from_those_stuck_in_one():
     elsewhere = waits(number=1, text="there", key="other")
     text = table(_1=elsewhere, _2=waits()).describe()
-    assert "in different calls" in text and "optional=" in text
-    assert "Waiting: ranks 0, 2 in here; rank 1 in there" in text
+    assert text.startswith("ranks 0, 2 in here; rank 1 in there. The ranks are in different calls")
+    assert "if rank == 0" in text and "optional=" not in text
+    units = [record(text=f"all_gather of unit '{name}'", key=name) for name in "ab"]
+    text = table_of(units[0], _1=beats(wait=units[1]), _2=beats(wait=units[1])).describe()
+    assert "in different calls" in text and "Units(optional=" in text
     assert table(_1=elsewhere, _2=waits()).reporter == 0
     heard = Heartbeats()
     for rank, beat in {0: waits(key="other"), 1: waits(), 2: waits(), 3: beats()}.items():
@@ -303,7 +306,7 @@ def a_device_hangs(rank, world_size):
 def test_what_hangs_on_a_device_is_aborted_and_the_next_call_names_who_is_missing():
     (text,), _ = run_ranks(a_device_hangs, 2, fresh=True)
     assert "the next is not possible any more" in text
-    assert "rank 1" in text and "Waiting: rank 0 in all_gather of unit 'blocks.0'" in text
+    assert "rank 1" in text and "s: rank 0 in all_gather of unit 'blocks.0'" in text
 
 
 # -- the switch
@@ -343,3 +346,17 @@ def test_what_is_no_time_is_refused(wrong):
 def test_a_main_thread_that_computes_is_in_no_wait_of_torchs():
     assert torch_call() is None
     assert "test_hangs.py" in lines_of_main()
+
+
+def test_only_a_stopped_process_that_is_the_same_is_killed():
+    mine = own_process()
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1e6)"])
+    process = process_of(child.pid, mine)
+    assert not kill_stopped(process, mine), "it runs"
+    child.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
+    assert not kill_stopped(Process(child.pid, mine.host, mine.machine, "1"), mine)
+    assert not kill_stopped(process, Process(mine.pid, mine.host, "another", mine.born))
+    assert kill_stopped(process, mine)
+    assert child.wait(HANG_S) == -signal.SIGKILL
+    assert not kill_stopped(process, mine)

@@ -96,7 +96,34 @@ def test_a_save_on_one_rank_while_the_others_train_is_named_with_its_line(ended)
     found = ended("a save on one")
     for text in found[1:]:
         assert "rank 0 in an exchange between all ranks" in text, found
-        assert "all_gather of unit" in text and "Every rank must make the same calls" in text, found
+        assert "all_gather of unit" in text and "in different calls" in text, found
+
+
+def log_norm(model):
+    return model.weight.full_tensor().norm()
+
+
+def log_on_rank_0_only(rank, world_size, folder):
+    """Read a whole weight in a helper of rank 0 alone, while the other one goes on."""
+    model = shard(nn.Linear(4, 4))
+
+    def log_and_train():
+        for step in range(3):
+            if rank == 0 and step == 1:
+                log_norm(model)
+            model(torch.ones(2, 4)).sum().backward()
+
+    return error_of(log_and_train)
+
+
+def test_a_message_begins_with_each_ranks_call_its_line_and_the_line_that_called_the_helper(ended):
+    number = log_norm.__code__.co_firstlineno + 1
+    for text in ended("a norm on one"):
+        begin = text[:300]
+        assert "rank 0 in gather of a whole tensor" in begin, text
+        assert f"(test_waits.py:{number}, called from test_waits.py:{number + 10})" in begin, text
+        assert "rank 1 in " in begin and text.index("rank 1 in ") < text.index("different calls")
+        assert "optional=" not in text and "/" not in text, "a guess, or a path of gloo's"
 
 
 class Heard(io.StringIO):
@@ -279,6 +306,7 @@ WAITING = {
     "rows of 2": (choose_different_layers, 2, "rows", (8, 8)),
     "fully_shard of 3": (choose_different_layers, 3, "fully_shard", (8, 8)),
     "a save on one": (save_on_rank_0_only, 3),
+    "a norm on one": (log_on_rank_0_only, 2),
     "late": (come_late, 3),
     "a rank alone": (gather_alone, 2),
     "a stage alone": (step_alone, 2),

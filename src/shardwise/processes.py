@@ -90,6 +90,30 @@ def fate(process: Process, mine: Process) -> tuple[Life, str]:
     return ("stopped", "") if told[_STATE] in "Tt" else ("alive", "")
 
 
+def kill_stopped(process: Process, mine: Process) -> bool:
+    """Kill a process of this machine that SIGSTOP has stopped; return True if it was.
+
+    SIGTERM waits for a stopped process to go on, SIGKILL does not. A process that a debugger holds
+    is left alone. The descriptor keeps the number from being reused between look and kill.
+    """
+    if process.machine != mine.machine:
+        return False
+    try:
+        handle = os.pidfd_open(process.pid)
+    except (AttributeError, OSError):  # not Linux, or the process is gone
+        return False
+    try:
+        found = _stat(process.pid)
+        if found[_BORN] != process.born or found[_STATE] != "T":
+            return False
+        signal.pidfd_send_signal(handle, signal.SIGKILL)
+    except OSError:
+        return False
+    finally:
+        os.close(handle)
+    return True
+
+
 def end_with_parent(number: signal.Signals | None) -> None:
     """Let this process get a signal when its parent dies; None: no longer. Linux only.
 

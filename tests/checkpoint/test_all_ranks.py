@@ -48,8 +48,8 @@ A, B, C = map(ValueError, "abc")
 FAILURES = [
     ({"r1": CheckpointError("the disk is on fire")}, "rank 1: the disk is on fire"),
     ({"r0": KeyError("a")}, "rank 0: KeyError: 'a'"),
-    ({"r2": A, "r3": B}, "rank 2: ValueError: a (and one other rank)"),
-    ({"r1": A, "r2": B, "r3": C}, "rank 1: ValueError: a (and 2 other ranks failed)"),
+    ({"r2": A, "r3": B}, "rank 2: ValueError: a (one other rank failed too)"),
+    ({"r1": A, "r2": B, "r3": C}, "rank 1: ValueError: a (2 other ranks failed too)"),
 ]
 
 

@@ -358,5 +358,5 @@ def ended():
 def test_a_rank_that_goes_on_alone_ends_no_process_and_both_are_told_where_it_is(ended, what):
     _, odd, others = ALONE[what]
     for text in ended(what):
-        first, second = text.rpartition("Waiting: rank 0 in ")[2].split("; rank 1 in ")
+        first, second = text.rpartition(" s: rank 0 in ")[2].split("; rank 1 in ")
         assert odd in second and others in first, text

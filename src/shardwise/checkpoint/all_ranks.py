@@ -86,7 +86,8 @@ def rows_of_all_ranks(control: Control, work: Callable[[], bytes], row_bytes: in
     message = first[2:].rstrip(b"\0").decode()
     others = sum(r[0] for r in rows) - 1
     if others:
-        message += f" (and {others} other ranks failed)" if others > 1 else " (and one other rank)"
+        who = f"{others} other ranks" if others > 1 else "one other rank"
+        message += f" ({who} failed too)"
     where = f"rank {rank}: " if control.num_ranks > 1 else ""
     raise _KINDS[first[1]](where + message) from failure
 

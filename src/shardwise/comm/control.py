@@ -162,14 +162,11 @@ class GroupControl:
     ) -> str:
         who = name_ranks([self.members[n] for n in missing]) if missing else "another rank"
         late = waited_s > 0.9 * self._timeout_s
-        why = (
-            f" within {self._timeout_s:g} s, the timeout of the process group or the hang_timeout. "
-            "It is stopped, has died, or waits elsewhere: every rank must make this call"
-            if late
-            else f": {usual_reason(error)}"
-        )
+        why = f" within {self._timeout_s:g} s" if late else f": {usual_reason(error)}"
         reason = f"{who} did not come{why}"
         cause = fail(key, reason)
+        if cause == reason and late:  # no rank was heard
+            return f"{reason}: stopped, dead, or elsewhere. Every rank must make this call"
         return cause if cause.startswith(reason) else f"{who} did not come: {cause}"
 
     def exchange_after(self, work: Callable[[], bytes], row_bytes: int) -> list[bytes]:

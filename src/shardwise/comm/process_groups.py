@@ -18,7 +18,7 @@ from shardwise.comm.collective_key import CollectiveKey, reason_of
 from shardwise.comm.listener import WAITS
 from shardwise.errors import CollectiveError
 
-_USUAL_CAUSE = "As a rule another rank died, raised or ended first: its log has the cause"
+USUAL_CAUSE = "another rank died, raised or ended first, as a rule: its log has the cause"
 
 
 class FailedGroups:
@@ -64,8 +64,8 @@ def fail(key: CollectiveKey, reason: str) -> str:
 
 
 def usual_reason(error: BaseException) -> str:
-    """Return the backend's reason for an error, with the usual cause."""
-    return f"{reason_of(error)}. {_USUAL_CAUSE}"
+    """Return the usual cause of a backend's error, and the backend's text."""
+    return f"{USUAL_CAUSE} ({reason_of(error)})"
 
 
 def waits_block(group: Any) -> bool:

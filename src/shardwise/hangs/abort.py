@@ -18,6 +18,11 @@ Rank 0 keeps the store if no launcher does. If rank 0 is stopped, and not dead, 
 open and a request to the store never returns. So a second thread applies the rule while a look of
 the first is late, to the heartbeats that were read before. It asks nothing of the store.
 
+Note [A stopped rank]
+A launcher ends the ranks after a failure with SIGTERM, which a stopped process does not get, and
+kills those that are left after 30 s or more. So a rank whose wait has ended because a rank of its
+machine is stopped kills that one at its own end, when its error is printed, or 20 s after the wait.
+
 Note [Errors of torch's own calls]
 A wait in torch's own calls raises an error of torch. If that ends the program, the verdict is added
 to the error as a note. It stands in the log if the watch has ended the wait, or no hook saw the
@@ -26,6 +31,7 @@ error.
 
 import atexit
 import logging
+import math
 import os
 import sys
 import threading
@@ -42,6 +48,7 @@ from shardwise.comm.collective_key import CollectiveKey, reason_of
 from shardwise.comm.listener import WAITS, Listener
 from shardwise.comm.process_groups import (
     FAILED_GROUPS,
+    USUAL_CAUSE,
     abort,
     abort_all,
     timeout_s_of,
@@ -65,6 +72,7 @@ from shardwise.hangs.heartbeat import (
     line_of,
     lines_of_main,
 )
+from shardwise.processes import Process, kill_stopped
 
 _LOG = logging.getLogger("shardwise")  # on standard error, unless the program says otherwise
 _MAX_RANKS = 256  # that one rank reads: the store must serve all ranks that look
@@ -73,6 +81,7 @@ _FIND_CAUSE_S = 3.0  # a rank may be about to publish why it has ended
 _POLL_S = 0.1
 _PUBLISH_S = 5.0
 _LINGER_S = 1.5  # longer than the time between two looks of the others
+_KILL_AFTER_S = 20.0
 
 
 def watch(hang_timeout: float | None) -> None:
@@ -111,6 +120,8 @@ class Watch(Listener):
         self._look_began_s: float | None = None  # of the look under way
         self._lost_store: dist.Store | None = None
         self._has_logged_error = False
+        self._stopped: list[Process] = []  # see Note [A stopped rank]
+        self._kill_at_s = math.inf
         self._explained: BaseException | None = None
         self._hook_before = sys.excepthook
 
@@ -213,7 +224,13 @@ class Watch(Listener):
             self._failed = None
         if table.gone:
             return FAILED + table.describe()
-        return f"{reason}. {table.describe()}" if timed_out else reason
+        if not timed_out:
+            return reason
+        self._note_stopped(table)
+        if reason.startswith((USUAL_CAUSE, "[")):  # the table knows more, and a path of C++ less
+            raw = reason.removeprefix(USUAL_CAUSE).strip(" ()")
+            return f"it has not ended in time: {table.describe()} ({raw})"
+        return f"{reason}: {table.describe()}"
 
     # The threads that look.
     def _look_regularly(self) -> None:
@@ -296,6 +313,7 @@ class Watch(Listener):
         if table.gone:
             self._end(wait, FAILED + table.describe())
         elif limit_s is not None and wait.waited_s >= limit_s:
+            self._note_stopped(table)
             self._end(wait, f"it has not ended in {wait.waited_s:.0f} s: {table.describe()}")
 
     def _limit_s(self, wait: Wait) -> float | None:
@@ -325,6 +343,19 @@ class Watch(Listener):
                 self._exchange(None)
             abort_all()
 
+    def _note_stopped(self, table: Table) -> None:
+        """Note the ranks that are stopped where a wait was over its limit."""
+        if not self._stopped and table.stopped:
+            self._stopped = table.stopped
+            self._kill_at_s = time.monotonic() + _KILL_AFTER_S
+
+    def _kill_stopped(self) -> None:
+        """Kill the ranks that were stopped, if they still are."""
+        stopped, self._stopped, self._kill_at_s = self._stopped, [], math.inf
+        for process in stopped:
+            if kill_stopped(process, self._heard.process):
+                _LOG.warning("shardwise: killed %s, a rank that was stopped", process)
+
     def _report_long_wait(self, thread: int, wait: Wait) -> None:
         if wait.is_reported or wait.is_ended or wait.waited_s <= self.patience_s:
             return
@@ -341,6 +372,8 @@ class Watch(Listener):
     def _look_at_looks(self) -> None:
         """Apply the rule while a look hangs; see Note [A store that does not answer]."""
         while not self._stop.wait(self.look_every_s):
+            if time.monotonic() >= self._kill_at_s:
+                self._kill_stopped()
             if self._is_late and dist.is_initialized():
                 self._heard.is_current = False
                 with suppress(RuntimeError, ValueError, KeyError):  # the group was destroyed
@@ -378,6 +411,7 @@ class Watch(Listener):
                     _LOG.error("shardwise: %s", cause)
                 if self._heard.is_current and dist.get_rank() == 0:
                     time.sleep(_LINGER_S)  # it may keep the store that others read
+        self._kill_stopped()
         self._stop.set()  # a thread that is in C++ while Python ends would abort
         self._wake.set()
         self._threads[0].join(0 if self._is_late else _PUBLISH_S)

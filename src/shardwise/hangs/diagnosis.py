@@ -40,10 +40,11 @@ from shardwise.hangs.heartbeat import (
     frames_of,
     line_of,
 )
-from shardwise.processes import Life
+from shardwise.processes import Life, Process
 
-FAILED = "a rank has failed or ended, and will not come: "
+FAILED = "it cannot end: "
 _MAX_SHOWN = 8
+_OF_UNIT = " of unit '"
 _DISTRIBUTED = str(Path(dist.__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
 _OPERATORS = tuple(str(Path(_TORCH, name)) for name in ("_ops.py", "_library"))
@@ -338,6 +339,12 @@ class Table:
         beats = {rank: self._heard.newest(rank) for rank in self.missing}
         return [rank for rank, beat in beats.items() if beat is not None and beat.left]
 
+    @property
+    def stopped(self) -> list[Process]:
+        """The processes of this machine that have not come and are stopped."""
+        beats = [self._heard.newest(r) for r in self.missing if self._lives[r][0] == "stopped"]
+        return [beat.process for beat in beats if beat is not None]
+
     def describe(self) -> str:
         """Return the table in sentences, or the verdict of a rank that is gone by now."""
         beats = {rank: self._heard.newest(rank) for rank in self.gone}
@@ -357,11 +364,18 @@ class Table:
         by_text: dict[str, list[int]] = defaultdict(list)
         for rank, wait in sorted(self._waiting.items()):
             by_text[wait.text].append(rank)
-        if not shown:
-            has_several = len({wait.key for wait in self._waiting.values()}) > 1
-            sentences.append(_TEXTS["table"]["other_calls" if has_several else "stuck"])
-        waiting = (f"{name_ranks(ranks)} in {text}" for text, ranks in by_text.items())
-        return f"{'; '.join(sentences)}. Waiting: {'; '.join(waiting)}"
+        waiting = "; ".join(f"{name_ranks(ranks)} in {text}" for text, ranks in by_text.items())
+        if shown:
+            return f"{'; '.join(sentences)}. Waiting: {waiting}"
+        return ". ".join([waiting, self._describe_common_cause(), *sentences])
+
+    def _describe_common_cause(self) -> str:
+        """Return why ranks that all wait do so."""
+        waits = self._waiting.values()
+        if len({wait.key for wait in waits}) == 1:
+            return str(_TEXTS["table"]["stuck"])
+        are_units = all(_OF_UNIT in wait.text for wait in waits)
+        return str(_TEXTS["table"]["other_units" if are_units else "other_calls"])
 
     def _describe_rank(self, rank: int) -> str:
         beat, (life, cause) = self._heard.newest(rank), self._lives[rank]
@@ -375,7 +389,8 @@ class Table:
         elif life == "alive":
             state = "computes" if beat.wait is None else "waits"
             where = beat.where if beat.wait is None else beat.wait.text
-        death = "abort" if cause.startswith("signal 6 ") else "known" if cause else "unknown"
+        kinds = {"signal 6 ": "abort", "signal ": "known", "exit code ": "exited"}
+        death = next((kinds[start] for start in kinds if cause.startswith(start)), "unknown")
         text: str = _TEXTS["ranks"][state].format(
             rank=rank,
             process=beat.process,

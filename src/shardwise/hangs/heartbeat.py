@@ -161,9 +161,13 @@ def lines_of_main() -> str:
 
 
 def line_of(thread: int) -> str:
-    """Return the line of the user's program that a thread is in, as ` (file:line)`."""
-    frame = next(filter(_is_users, frames_of(thread)), None)
-    return "" if frame is None else f" ({_line(frame)})"
+    """Return the line of the user's program that a thread is in, and its caller's.
+
+    As ` (file:line, called from file:line)`: the first may be in a helper of the loop.
+    """
+    frames = list(filter(_is_users, frames_of(thread)))
+    frames = ([frame for frame in frames if not _is_installed(frame)] or frames)[:2]
+    return f" ({', called from '.join(map(_line, frames))})" if frames else ""
 
 
 def save_under_way(thread: int) -> str | None:
@@ -193,6 +197,10 @@ def frames_of(thread: int) -> Iterator[FrameType]:
 
 def _is_users(frame: FrameType) -> bool:
     return not frame.f_code.co_filename.startswith((*_LIBRARIES, "<"))
+
+
+def _is_installed(frame: FrameType) -> bool:
+    return "site-packages" in frame.f_code.co_filename
 
 
 def _line(frame: FrameType) -> str:
