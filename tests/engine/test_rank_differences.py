@@ -16,7 +16,7 @@ from ranks import agreed, begin_all, on_ranks
 from shardwise import accumulate, debug, fully_shard, gathered, shard
 from shardwise.engine.api import engine_of
 from shardwise.errors import CollectiveError, ConfigError, ShardError, StateError
-from trainer import ENDS, compare, sgd
+from trainer import ENDS, compare, full_parameters, sgd
 
 
 class Experts(nn.Module):
@@ -114,6 +114,46 @@ def test_a_step_between_an_outside_use_and_its_backward_is_refused():
         optimizer.zero_grad()
         model(torch.ones(1, 4)).sum().backward()
         optimizer.step()
+
+
+def penalty_of(model):
+    return (model[0].weight @ model[0].weight.T).square().sum()
+
+
+@on_ranks(1, 3)
+def test_weights_are_read_with_grad_between_backward_and_step(rank, world_size):
+    for stage in range(4):
+        trained = []
+        for reads in (True, False):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+            model = shard(model, stage=stage, units=[nn.Linear])
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(3):
+                model(torch.ones(1, 4)).sum().backward()
+                if reads:
+                    ratio = model[2].weight.norm() / model[0].weight.norm()
+                    assert (ratio + penalty_of(model)).detach() > 0.0
+                optimizer.step()
+                optimizer.zero_grad()
+            trained.append(full_parameters(model))
+        for name, with_reads in trained[0].items():
+            assert torch.equal(with_reads, trained[1][name]), f"stage {stage}: {name}"
+
+
+@on_ranks(2)
+def test_a_graph_of_a_weight_that_outlives_a_step_and_a_pass_is_refused(rank):
+    for stage in range(3):
+        model = shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), stage=stage)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            model(torch.ones(1, 4)).sum().backward()
+            penalty = penalty_of(model)
+            optimizer.step()
+            optimizer.zero_grad()
+        model(torch.ones(1, 4)).sum().backward()
+        with pytest.raises(StateError, match="between forward and backward"):
+            penalty.backward()
 
 
 def three_layers(kind, mesh=None, layout="rows"):

@@ -84,7 +84,6 @@ class _Progress:
     in_backward: bool = False
     num_grads: int = 0
     used_outside: bool = False
-    outside_versions: tuple[int, ...] = ()
 
 
 class Passes:
@@ -190,10 +189,25 @@ class Passes:
         waits = any(call.unit is unit for call, _ in self._unhooked)
         if progress.in_backward and in_backward() and not waits:
             return False
-        if torch.is_grad_enabled() and not progress.used_outside:
-            progress.outside_versions = unit.read_versions()
-            progress.used_outside = True
+        progress.used_outside |= torch.is_grad_enabled()
         return True
+
+    def watch_use(self, unit: PassUnit, leaf: torch.Tensor) -> torch.Tensor:
+        """Return the leaf for one use outside its module, watched while its graph lives.
+
+        Backward through the graph raises StateError if the parameters have changed since.
+        """
+        used = leaf.view_as(leaf) if leaf.requires_grad else leaf
+        if used.grad_fn is None:
+            return leaf
+        versions = unit.read_versions()
+
+        def check(_: object) -> None:
+            if versions != unit.read_versions():
+                raise changed_since_forward(unit.name)
+
+        used.grad_fn.register_prehook(check)
+        return used
 
     # -- backward
     @property
@@ -210,10 +224,7 @@ class Passes:
         """Count a gradient that was written; begin the pass if needed."""
         self._listener.on_grad(unit, leaf)
         self._begin_pass()
-        progress = self._progress[unit.index]
-        progress.num_grads += 1
-        if progress.used_outside and progress.outside_versions != unit.read_versions():
-            raise changed_since_forward(unit.name)
+        self._progress[unit.index].num_grads += 1
 
     def expect_reduction(self, unit: PassUnit) -> None:
         """Count a gradient of the unit on some rank, so that the end of the pass closes it."""

@@ -292,6 +292,10 @@ class Engine:
         elif unit is not self.units[0]:
             self.schedule.note_ahead(unit)
 
+    def watch_use(self, unit: Unit, leaf: torch.Tensor) -> torch.Tensor:
+        """Return the leaf for one use outside its module, watched while its graph lives."""
+        return self.passes.watch_use(unit, leaf)
+
     def note_assigned(self, param: ShardedParam, shared: Shared | None) -> None:
         """Note what was assigned to ``p.data``, until the next forward pass."""
         self.conditions.note_assigned(param, shared)

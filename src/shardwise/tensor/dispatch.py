@@ -58,7 +58,7 @@ def draw(call: Operation) -> ShardTensorBase:
 
 
 def in_full(value: Any) -> Any:
-    """Replace ShardTensors by full tensors; for parameters by autograd's leaf."""
+    """Replace ShardTensors by full tensors; for parameters by autograd's leaf or a view of it."""
     if isinstance(value, ShardTensorBase):
         owner = owner_of_elements(value)
         if owner is None:

@@ -50,7 +50,7 @@ class Owner(Protocol):
         """The full parameter, autograd's leaf, if it has been made."""
 
     def use_full(self) -> torch.Tensor:
-        """Return the full parameter, autograd's leaf."""
+        """Return the full parameter, autograd's leaf or a view of it."""
 
     def in_use(self) -> bool:
         """Tell whether a forward pass of the model is running."""

@@ -223,6 +223,9 @@ class EngineOfUnits(Protocol):
     def use_outside(self, unit: "Unit") -> None:
         """Unshard a unit until backward ends, for a use of its parameter outside its module."""
 
+    def watch_use(self, unit: "Unit", leaf: torch.Tensor) -> torch.Tensor:
+        """Return the leaf for one use outside its module, watched while its graph lives."""
+
     def is_running(self) -> bool:
         """Tell whether a forward pass is running."""
 
@@ -431,9 +434,9 @@ class ShardedParam:
 
     # -- the interface of ShardTensor's Owner
     def use_full(self) -> torch.Tensor:
-        """Return the full parameter for a use outside its module."""
+        """Return the full parameter, or a view of it, for a use outside its module."""
         self.engine.use_outside(self.unit)
-        return self.full
+        return self.engine.watch_use(self.unit, self.full)
 
     def in_use(self) -> bool:
         """Tell whether a forward pass of the model is running."""
