@@ -193,7 +193,9 @@ def loop(
         on_epoch(**here, epoch=epoch)
 
 
-def made(model=Stack, ranks=2, code=None, rank=None, inject=None, options=None, train=None, **of_loop):
+def made(
+    model=Stack, ranks=2, code=None, rank=None, inject=None, options=None, train=None, **of_loop
+):
     """Return a scenario whose loop is `loop`."""
     settings = {"loop": partial(loop, **of_loop), **(train or {})}
     inject = inject or (lambda rank, model: nullcontext())
