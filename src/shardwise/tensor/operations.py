@@ -101,6 +101,7 @@ REDUCTIONS = {
     "all": "min",
     "any": "max",
     "count_nonzero": "sum",
+    "prod": "prod",
 }
 
 NORMS = _names("norm vector_norm linalg_vector_norm")

@@ -6,6 +6,7 @@ until its value is read, also through the ``stack`` in between. So all norms tak
 one per mesh if parameters are on several meshes.
 """
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,9 +23,8 @@ from shardwise.tensor.tensor_base import Operation, ShardTensorBase, is_replicat
 
 _SITE = CollectiveId("gather", "(norm)", 0)
 _ORDERS = ("p", "ord")
-_METADATA = frozenset(
-    {"__get__", "dim", "size", "numel", "ndimension", "stride", "is_floating_point"}
-)
+_METADATA = frozenset({"dim", "size", "numel", "ndimension", "stride", "is_floating_point"})
+_PROPERTIES_OF_VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 
 
 @dataclass(frozen=True)
@@ -63,13 +63,15 @@ class NormKind:
 class LazyNorm(torch.Tensor):
     """A norm (or a vector of norms) of this rank's elements, completed when a value is read.
 
-    Norms in a vector may be of several kinds, as parameters may be on several meshes.
+    Norms in a vector may be of several kinds, as parameters may be on several meshes. Once complete
+    it stands for one plain tensor: views are views of that tensor, and writes are writes to it.
 
-    **Cost** one collective over each axis of each kind when a value is read.
+    **Cost** one collective over each axis of each kind when a value is first read or written.
     """
 
     _kinds: tuple[NormKind, ...]  # of each norm
     _partial: torch.Tensor
+    _complete: torch.Tensor | None
 
     @classmethod
     def of(cls, partial: torch.Tensor, *kinds: NormKind) -> "LazyNorm":
@@ -77,6 +79,7 @@ class LazyNorm(torch.Tensor):
         lazy: LazyNorm = partial.as_subclass(cls)
         lazy._kinds = kinds
         lazy._partial = partial
+        lazy._complete = None
         return lazy
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -86,16 +89,19 @@ class LazyNorm(torch.Tensor):
         return self.resolve().to(*args, **kwargs)
 
     def resolve(self) -> torch.Tensor:
-        """Return the norms over all ranks as a plain tensor."""
-        total = self._partial.clone()
-        for kind, places in self._by_kind():
-            total.view(-1)[places] = kind.combine(self._partial.reshape(-1)[places])
-        return total
+        """Return the norms over all ranks as a plain tensor, the same one in each call."""
+        if self._complete is None:
+            total = self._partial.clone()
+            for kind, places in self._by_kind():
+                total.view(-1)[places] = kind.combine(self._partial.reshape(-1)[places])
+            self._complete = total
+        return self._complete
 
     def total(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the norm of the norms; combine each kind on this rank, then over ranks."""
         flat = self._partial.reshape(-1)
-        if self._kinds[0].order == 0:  # the number of norms that are not 0 needs complete norms
+        # The number of norms that are not 0 needs complete norms.
+        if self._complete is not None or self._kinds[0].order == 0:
             return torch.linalg.vector_norm(self.resolve().reshape(-1), *args, **kwargs)
         found = [
             kind.combine(torch.linalg.vector_norm(flat[places], *args, **kwargs))
@@ -125,7 +131,8 @@ class LazyNorm(torch.Tensor):
     ) -> Any:
         """Stay lazy through the calls of ``get_total_norm``; resolve for any other call."""
         call = Operation(func, getattr(func, "__name__", ""), args, kwargs)
-        if call.name in _METADATA:
+        is_value = call.name == "__get__" and func.__self__.__name__ in _PROPERTIES_OF_VALUES  # type: ignore[attr-defined]
+        if call.name in _METADATA or (call.name == "__get__" and not is_value):
             with torch._C.DisableTorchFunctionSubclass():
                 return call.run()
         if call.name == "stack" and len(args) == 1 and not kwargs:
@@ -144,8 +151,10 @@ def _stacked(values: Sequence[torch.Tensor]) -> LazyNorm | None:
     kinds: list[NormKind] = []
     partials: list[torch.Tensor] = []
     for value in values:
-        if isinstance(value, LazyNorm):
+        if isinstance(value, LazyNorm) and value._complete is None:
             kind, partial = value._kinds[0], value._partial
+        elif isinstance(value, LazyNorm):
+            kind, partial = complete, value.resolve()
         elif type(value) is torch.Tensor:
             kind, partial = complete, value
         else:
@@ -215,6 +224,7 @@ def _total_norms(tensors: Sequence[torch.Tensor], order: object) -> list[torch.T
             f"norm of order {order!r}: a sharded tensor has p-norms of its elements only; "
             "use full_tensor()"
         )
+    _warn_of_plain(tensors)
     parts = [t._local_tensor if isinstance(t, ShardTensorBase) else t for t in tensors]
     filled = [part for part in parts if part.numel()]
     norms = iter(torch._foreach_norm(filled, order) if filled else ())
@@ -224,7 +234,7 @@ def _total_norms(tensors: Sequence[torch.Tensor], order: object) -> list[torch.T
         if part.numel():
             value = next(norms)
         else:  # the neutral element
-            start = float("inf") if order == float("-inf") else 0.0
+            start = float("inf") if order < 0 else 0.0
             value = torch.full((), start, dtype=part.dtype, device=part.device)
         if isinstance(tensor, ShardTensorBase) and (axes := (cut := tensor._cut).axes):
             if kind is None or kind.axes is not axes or kind.comm is not cut.comm:
@@ -234,20 +244,65 @@ def _total_norms(tensors: Sequence[torch.Tensor], order: object) -> list[torch.T
     return found
 
 
+def _warn_of_plain(tensors: Sequence[torch.Tensor]) -> None:
+    """Warn once of plain gradients among sharded ones, as each rank has others."""
+    sharded = next((t for t in tensors if isinstance(t, ShardTensorBase)), None)
+    if sharded is None or all(isinstance(t, ShardTensorBase) for t in tensors):
+        return
+    if any(axis.size > 1 for axis in sharded._cut.comm.axes.all):
+        plain = next(t for t in tensors if not isinstance(t, ShardTensorBase))
+        warnings.warn(
+            f"a norm of sharded tensors and plain ones (the first of shape {tuple(plain.shape)}): "
+            "no rank sums plain gradients, so the norm, and what it clips to, differ from rank to "
+            "rank. Put the parameter into the model before shard(), or average its gradient over "
+            "the ranks and clip with shardwise.parallel.clip_grad_norm_",
+            stacklevel=3,
+        )
+
+
 def _reduce_all(call: Operation) -> torch.Tensor:
     tensor: ShardTensorBase = call.args[0]
     local, cut, name = tensor._local_tensor, tensor._cut, call.name
     if cut.is_replicated:
         return _tensor(call.func(local))
-    if REDUCTIONS[name] == "sum":
-        partial = local.sum() / tensor.numel() if name == "mean" else _tensor(call.func(local))
+    how = REDUCTIONS[name]
+    if name == "mean":
+        return _sum(local.sum() / tensor.numel(), cut)
+    if how in ("max", "min") and not local.numel():
+        partial = _neutral(name, local)
+    else:
+        partial = _tensor(call.func(local))
+    if how == "sum":
         return _sum(partial, cut)
-    sign = 1 if REDUCTIONS[name] == "max" else -1
-    nothing = torch.full((), float("-inf"), dtype=torch.float64, device=local.device)
-    extreme = _tensor(call.func(local)).double() * sign if local.numel() else nothing
+    combine = _COMBINE[how]
+    is_bool = partial.dtype == torch.bool
+    partial = partial.to(torch.uint8) if is_bool else partial
     for axis in cut.axes:
-        extreme = cut.comm.max(extreme, axis, GATHER_SITE)
-    return (extreme * sign).to(torch.bool if name in ("all", "any") else local.dtype)
+        partial = combine(cut.comm.gather_rows(partial, axis, GATHER_SITE), dim=0)
+    return partial.to(torch.bool) if is_bool else partial
+
+
+_COMBINE: dict[str, Callable[..., torch.Tensor]] = {
+    "max": torch.amax,
+    "min": torch.amin,
+    "prod": torch.prod,
+}
+
+
+def _neutral(name: str, local: torch.Tensor) -> torch.Tensor:
+    """Return the value of a maximum or minimum of nothing, which changes no other."""
+    dtype, is_max = local.dtype, REDUCTIONS[name] == "max"
+    value: float | bool
+    if name in ("all", "any"):
+        dtype, value = torch.bool, name == "all"
+    elif dtype == torch.bool:
+        value = not is_max
+    elif dtype.is_floating_point:
+        value = float("-inf") if is_max else float("inf")
+    else:
+        limits = torch.iinfo(dtype)
+        value = limits.min if is_max else limits.max
+    return torch.full((), value, dtype=dtype, device=local.device)
 
 
 def _reduce_dims(call: Operation) -> object:
