@@ -38,9 +38,10 @@ from shardwise.engine.agreement import (
     refusal_facts,
     start_facts,
 )
-from shardwise.engine.model import ATTRIBUTE, attach_engine, note_managed
+from shardwise.engine.model import attach_engine, note_managed
 from shardwise.engine.runtime import Engine
 from shardwise.engine.seams import open_homes
+from shardwise.engine.tree import ATTRIBUTE
 from shardwise.errors import ConfigError, StorageError
 from shardwise.homes import OffloadLike
 from shardwise.layout.placements import (

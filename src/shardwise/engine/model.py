@@ -13,11 +13,11 @@ from shardwise.engine.agreement import agree
 from shardwise.engine.hooks import register_hooks, register_load_check, register_wrappers
 from shardwise.engine.runtime import Engine
 from shardwise.engine.seams import attach_steppers, attach_surface
+from shardwise.engine.tree import ATTRIBUTE
 from shardwise.tensor.plain_state import owner_of
 from shardwise.unit.param import ShardedParam
 from shardwise.unit.unit import Unit
 
-ATTRIBUTE = "_shardwise_engine"
 # torch's pipelining reads a module's state through torch's fully_shard
 _FULLY_SHARD = torch_fully_shard.__wrapped__  # type: ignore[attr-defined]
 

@@ -44,6 +44,7 @@ from shardwise.comm.collectives import Comm
 from shardwise.comm.pending import CollectiveId
 from shardwise.comm.process_groups import FAILED_GROUPS
 from shardwise.engine.agreement import find_difference
+from shardwise.engine.first_step import check_first_step
 from shardwise.errors import StateError
 from shardwise.tensor.plain_state import owner_of, owning_rank
 from shardwise.unit.unit import Unit
@@ -86,6 +87,11 @@ class RankChecks:
 
     def _read_trained(self) -> list[bool]:
         return [param.is_trained for param in self._params]
+
+    @property
+    def num_ranks(self) -> int:
+        """The ranks over which the model is spread."""
+        return self._comm.axes.num_ranks
 
     def begin_pass(self, compares: bool) -> None:
         """Schedule the comparison before the next reduction; if ``compares``, run it now."""
@@ -258,6 +264,7 @@ def _note_step(optimizer: Any, *_: object) -> None:
             checks = getattr(checks, "rank_checks", None)
             if checks is not None:
                 found[id(checks)] = checks
+        check_first_step(optimizer, max((checks.num_ranks for checks in found.values()), default=0))
         places = []
         for checks in found.values():
             places.append((weakref.ref(checks), len(checks.optimizers)))

@@ -8,6 +8,8 @@ import torch
 
 _MAX_DEPTH = 8
 
+ATTRIBUTE = "_shardwise_engine"  # of a sharded model: its engine
+
 
 def tensors_in(value: object, depth: int = 0) -> Iterator[torch.Tensor]:
     """Yield the tensors in nested tuples, lists, mappings, dataclasses and plain objects."""

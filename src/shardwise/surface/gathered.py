@@ -24,6 +24,7 @@ from shardwise.layout.placements import local_of
 from shardwise.surface.moved import Moves, find_moves, restore_slots, slots_of
 from shardwise.tensor.inner import gather_whole, has_own_gather, inner_of, plain_parts
 from shardwise.tensor.plain_state import owner_of
+from shardwise.unit.full_parameter import leave_context
 from shardwise.unit.param import ShardedParam
 
 _SITE = CollectiveId("gather", "(gathered)", 0)
@@ -89,6 +90,8 @@ def gathered(
             else:
                 moves.keep()
             _put(params, [s.sharded for s in params])
+            for param, full in zip(params, fulls, strict=True):
+                leave_context(full, param.name)
         for way in ways:
             way.is_inside = False
     moves.check(may_write=writeback)

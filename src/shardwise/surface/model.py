@@ -27,8 +27,9 @@ from torch.distributed._composable.contract import STATE_KEY
 
 from shardwise.comm.collectives import Comm, make_comm
 from shardwise.engine.hooks import forget_hooks, forget_load_check
-from shardwise.engine.model import ATTRIBUTE, attach_engine, compare_load, note_state
+from shardwise.engine.model import attach_engine, compare_load, note_state
 from shardwise.engine.runtime import Engine
+from shardwise.engine.tree import ATTRIBUTE
 from shardwise.errors import ConfigError, StateError
 from shardwise.surface.methods import FSDPModule
 from shardwise.surface.state import ModuleState

@@ -80,3 +80,17 @@ def data_of(leaf: nn.Parameter) -> torch.Tensor:
     """Return a full parameter's data, without a note."""
     made: torch.Tensor = _DATA.__get__(leaf)
     return made
+
+
+_LEFT = "_shardwise_left_context"  # on a full parameter of `gathered`: its name
+
+
+def leave_context(full: torch.Tensor, name: str) -> None:
+    """Mark a full parameter of a context that has ended; an optimizer of it trains nothing."""
+    vars(full)[_LEFT] = name
+
+
+def left_context(param: torch.Tensor) -> str | None:
+    """Return the name of a full parameter whose context has ended; None for other tensors."""
+    name: str | None = vars(param).get(_LEFT)
+    return name
