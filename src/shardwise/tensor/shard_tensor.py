@@ -30,7 +30,6 @@ from shardwise.tensor.cut import Ragged
 from shardwise.tensor.dispatch import (
     answer,
     check_conversion,
-    check_reader,
     draw,
     into_leaf,
     run_in_full,
@@ -47,6 +46,7 @@ from shardwise.tensor.operations import (
     LOCAL_FACTS,
     METADATA,
 )
+from shardwise.tensor.refusals import check_reader
 from shardwise.tensor.replaced import running_optimizer
 from shardwise.tensor.tensor_base import Operation, ShardTensorBase
 
