@@ -86,7 +86,8 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a contiguous CPU tensor; they share its memory."""
     import torch
 
-    found: memoryview = tensor.detach().view(-1).view(torch.uint8).numpy().data
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))  # one element may have any stride
+    found: memoryview = flat.view(torch.uint8).numpy().data
     return found
 
 

@@ -364,6 +364,14 @@ def optimizer_like(optimizer: O, groups: object, state: object) -> O:
     return made
 
 
+def take_settings(optimizer: Optimizer, copied: Optimizer) -> None:
+    """Take over the options and attributes that a copy of the optimizer has after its step."""
+    for group, stepped in zip(optimizer.param_groups, copied.param_groups, strict=True):
+        group.update({key: value for key, value in stepped.items() if key != "params"})
+    own = ("param_groups", "state")
+    vars(optimizer).update({k: v for k, v in vars(copied).items() if k not in own})
+
+
 def step_without_hooks(optimizer: Optimizer) -> None:
     """Step; the caller calls the hooks, or has called them."""
     type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]

@@ -29,7 +29,14 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from shardwise.layout.placements import local_of
-from shardwise.step.local_step import Args, Kwargs, is_elementwise, optimizer_like, run_last
+from shardwise.step.local_step import (
+    Args,
+    Kwargs,
+    is_elementwise,
+    optimizer_like,
+    run_last,
+    take_settings,
+)
 from shardwise.step.probe import refuse_collectives, traits_of
 from shardwise.tensor.plain_state import PLAIN_SCALARS, owner_of, owning_rank
 from shardwise.unit.partial import PartialGrad
@@ -142,8 +149,8 @@ class _WholeStep:
     def hand_on(self, optimizer: Optimizer) -> None:
         """Write the copy's state, options and attributes back to the optimizer."""
         self._count_changes()
-        made, state = vars(self.copy), self.copy.state
-        del made[_STEP]  # no cycle, which would keep the gradients
+        state = self.copy.state
+        del vars(self.copy)[_STEP]  # no cycle, which would keep the gradients
         for param, stand_in in self._here:
             found = state.pop(stand_in, None)
             if found is not None:
@@ -154,10 +161,7 @@ class _WholeStep:
             optimizer.state.pop(param, None)
         for key, value in state.items():
             optimizer.state[key] = value
-        for group, copied in zip(optimizer.param_groups, self.copy.param_groups, strict=True):
-            group.update({key: value for key, value in copied.items() if key != "params"})
-        own = ("param_groups", "state")
-        vars(optimizer).update({key: value for key, value in made.items() if key not in own})
+        take_settings(optimizer, self.copy)
 
     def _kept(self, param: torch.Tensor, stand_in: torch.Tensor, key: str, value: object) -> object:
         """Return one value of the state to keep: the tensor from before the step, or a new one."""

@@ -30,6 +30,10 @@ from shardwise.mesh import Axis, axis_of
 GATHER_SITE = CollectiveId("gather", "(tensor)", 0)
 
 
+class UnlikeCuts(ShardError):
+    """Elements of the arguments of an operation do not meet on one rank."""
+
+
 class Ragged(Placement):
     """A placement: this rank owns elements [lo, hi) of the flattened tensor."""
 
@@ -144,7 +148,7 @@ class Cut:
         try:
             return full.expand(self.shape)
         except RuntimeError as error:
-            raise ShardError(
+            raise UnlikeCuts(
                 f"a tensor of shape {tuple(full.shape)} was combined with a ShardTensor of shape "
                 f"{self.shape}; give it the global shape, or one that broadcasts to it"
             ) from error

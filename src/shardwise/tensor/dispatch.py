@@ -8,7 +8,7 @@ have the same cut, so `__torch_function__` passes the local tensors straight to 
 
 import inspect
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -16,8 +16,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ShardError
-from shardwise.tensor.cut import GATHER_SITE, Cut
+from shardwise.tensor.cut import GATHER_SITE, Cut, UnlikeCuts
 from shardwise.tensor.elements import set_elements
+from shardwise.tensor.gathered_step import running_step
 from shardwise.tensor.operations import (
     ELEMENTWISE,
     ELEMENTWISE_LISTS,
@@ -107,24 +108,30 @@ def refusal(name: str, tensors: Sequence[ShardTensorBase]) -> ShardError:
             "own. Use an optimizer that works element by element: those of torch.optim but LBFGS "
             "and Muon"
         )
-    if isinstance(optimizer, torch.optim.LBFGS):
-        return ShardError(
-            f"LBFGS asks for {name} on {what}: it joins all gradients to one vector, and at stages "
-            "1 to 3 each rank holds only a slice of each. Use shard(stage=0), where it runs as it "
-            "is, or an optimizer that runs at every stage: AdamW and others of torch.optim"
-        )
     if optimizer is not None:
+        kind = type(optimizer).__name__
+        is_matrix = len(tensors[0]._cut.shape) == 2 and not isinstance(optimizer, torch.optim.LBFGS)
+        matrices = (
+            "shard(layout='matrices'), which lays each matrix whole on one rank and sends nothing, "
+            if is_matrix and not _has_owners(optimizer)
+            else ""
+        )
         return ShardError(
-            f"{type(optimizer).__name__} asks for {name} on {what}: it needs whole tensors, and at "
-            "stages 1 to 3 each rank holds only a slice. Use shard(layout='matrices'), which lays "
-            "each matrix whole on one rank, or shard(stage=0), where it runs as it is, or an "
-            "optimizer that runs at every stage: those of torch.optim but "
-            "LBFGS and Muon"
+            f"{kind} asks for {name} on {what}: it needs whole tensors, and at stages 1 to 3 each "
+            f"rank holds only a slice. Use shardwise.optim.gathering({kind}(...)), which gathers "
+            f"them for such operations in every layout, {matrices}"
+            "or shard(stage=0), where it runs as it is"
         )
     return ShardError(
         f"{name} on {what}: each rank holds only a slice, so the result would be this rank's, not "
         "the whole tensor's. Use t.full_tensor(), or `with shardwise.gathered(...)` to change it"
     )
+
+
+def _has_owners(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether matrices of the optimizer lie whole on one rank already."""
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    return any(isinstance(p, ShardTensorBase) and p._cut.owner is not None for p in params)
 
 
 def check_conversion(param: Any, converted: Any) -> bool:
@@ -183,7 +190,12 @@ def answer(call: Operation) -> object:
     a row, or whose runner returns NotImplemented, is one of whole tensors.
     """
     run = _RUNNERS.get(call.name)
-    made = NotImplemented if run is None else run(call)
+    try:
+        made = NotImplemented if run is None else run(call)
+    except UnlikeCuts:  # on all ranks, before anything is sent or written
+        if running_step() is None:
+            raise
+        made = NotImplemented
     return _run_whole(call) if made is NotImplemented else made
 
 
@@ -192,6 +204,8 @@ def _run_whole(call: Operation) -> object:
     shards = call.shards
     if is_replicated(shards):
         return _noting_aliases(call.run(locals_of), shards)
+    if running_step() is not None:
+        return _run_gathered(call)
     if (
         call.is_in_place
         or "out" in call.kwargs
@@ -235,12 +249,65 @@ def run_in_full(call: Operation) -> object:
     return _through_views(call, full, result)
 
 
+@torch.no_grad()
+def _run_gathered(call: Operation) -> object:
+    """Run a function on whole tensors; see Note [Gathering for an optimizer]."""
+    wholes: dict[int, tuple[ShardTensorBase, torch.Tensor]] = {}
+
+    def whole(value: Any) -> Any:
+        if isinstance(value, ShardTensorBase):
+            if id(value) not in wholes:
+                wholes[id(value)] = value, value.full_tensor()
+            return wholes[id(value)][1]
+        if isinstance(value, DTensor):
+            return value.full_tensor()
+        if isinstance(value, list | tuple) and any(isinstance(v, DTensor) for v in value):
+            return type(value)(map(whole, value))
+        return value
+
+    kwargs = {key: whole(value) for key, value in call.kwargs.items()}
+    full = Operation(call.func, call.name, tuple(map(whole, call.args)), kwargs)
+    step = running_step()
+    assert step is not None
+    step.note(call.name, sum(each.nbytes for _, each in wholes.values()))
+    before = {key: each._version for key, (_, each) in wholes.items()}
+    result = full.run()
+    by_schema = set(map(id, _written_by_schema(full)))
+    written = [
+        (shard, each)
+        for key, (shard, each) in wholes.items()
+        if each._version != before[key] or id(each) in by_schema
+    ]
+    for shard, each in written:
+        if each.shape != shard.shape:
+            raise refusal(f"{call.name}, which changes its shape,", [shard])
+        shard._local_tensor.copy_(shard._cut.slice_of(each))
+    if call.args and isinstance(call.args[0], list | tuple) and call.is_in_place:
+        return call.args[0]
+    for shard, each in written:
+        if each is result:
+            return shard
+    return _through_views(call, full, result)
+
+
+def _written_by_schema(call: Operation) -> Iterator[object]:
+    """Yield the arguments that an operator writes; versions do not count what kernels write."""
+    schema = getattr(getattr(call.func, "default", call.func), "_schema", None)
+    if schema is not None:
+        given = dict(zip((each.name for each in schema.arguments), call.args, strict=False))
+        for argument in schema.arguments:
+            value = {**given, **call.kwargs}.get(argument.name)
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                yield from value if isinstance(value, list | tuple) else [value]
+
+
 def _through_views(call: Operation, full: Operation, result: object) -> object:
     """Make results that are memory of full tensors write through to the shards, or refuse them."""
-    sources = [t for t in call.values if isinstance(t, ShardTensorBase)]
-    wholes = [w for t, w in zip(call.values, full.values, strict=True) if t is not w]
+    sources = call.shards
     copies: dict[int, GatheredCopy | None] = {}
-    for source, whole in zip(sources, wholes, strict=True):
+    for source, whole in zip(call.values, full.values, strict=True):
+        if not isinstance(source, ShardTensorBase):
+            continue
         assert isinstance(whole, torch.Tensor)
         is_apart = not torch.is_grad_enabled() or _is_read_apart(source)
         place = whole.untyped_storage().data_ptr()
@@ -300,7 +367,7 @@ def _run_local(call: Operation) -> object:
     if call.name == "where" and len(args) == 1:
         if is_replicated(shards):
             return call.run(locals_of)
-        raise refusal("where (of one argument)", shards)
+        return NotImplemented
     if call.name in ("to", "type_as") and args[0] is not shards[0]:
         # a plain tensor takes the dtype of a sharded one
         return call.func(*locals_of(args), **kwargs)
@@ -379,7 +446,7 @@ def _operand(value: Any, cut: Cut, name: str) -> Any:
         return value
     if isinstance(value, ShardTensorBase):
         if value._cut is not cut and not value._cut.matches(cut):
-            raise ShardError(
+            raise UnlikeCuts(
                 f"{name}: ShardTensors of shapes {cut.shape} and {value._cut.shape} are not cut "
                 "alike, so their elements do not meet on one rank; use full_tensor()"
             )
@@ -494,13 +561,19 @@ def _run_kernel(call: Operation) -> object:
     return result
 
 
+def _norm(call: Operation) -> object:
+    """Return a norm; gather 16-bit tensors for a step that gathers, as their parts are rounded."""
+    is_rounded = running_step() is not None and call.shards[0].dtype.itemsize < 4
+    return NotImplemented if is_rounded else norm(call)
+
+
 _ROWS: tuple[tuple[Runner, Iterable[str]], ...] = (
     (_run_local, ELEMENTWISE),
     (_run_lists, ELEMENTWISE_LISTS),
     (draw, RANDOM | LIKE),
     (_run_kernel, KERNELS),
     (norms_of_list, ("_foreach_norm",)),
-    (norm, NORMS),
+    (_norm, NORMS),
     (reduce, REDUCTIONS),
     (_unscale, ("_amp_foreach_non_finite_check_and_unscale_",)),
     (_make_new, FACTORIES),

@@ -26,6 +26,7 @@ from shardwise.tensor.shard_tensor import ShardTensor
 _LOG = logging.getLogger("shardwise")
 FULLY_SHARD = "_of_fully_shard"  # set on the DTensors that are parameters of `fully_shard`
 _SEEN = "_shardwise_state_seen"
+GATHERS = "_shardwise_gathers"  # on an optimizer of `optim.gathering`
 # One number for the whole parameter, whatever the parameter's shape.
 PLAIN_SCALARS = ("step", "mu_product", "eta", "mu")
 # State of torch's optimizers that always has its parameter's shape.
@@ -66,11 +67,15 @@ def owning_rank(param: Any) -> int | None:
 def cut_plain_state(optimizer: torch.optim.Optimizer, *_: object) -> None:
     """Cut whole tensors in an optimizer's state. See Note [Plain state is cut at the first step].
 
+    That of an optimizer that gathers is looked through each time, as it makes whole tensors.
+
     **Cost** nothing for a dict that was seen before; else a copy of this rank's slices.
 
     **Raises** ConfigError with the parameter's name, before any change, if state has another shape.
     """
-    if torch.compiler.is_compiling() or vars(optimizer).get(_SEEN) is optimizer.state:
+    gathers = GATHERS in vars(optimizer)
+    is_seen = vars(optimizer).get(_SEEN) is optimizer.state and not gathers
+    if torch.compiler.is_compiling() or is_seen:
         return
     if _SEEN not in vars(optimizer):
         _warn_of_lost_updates(optimizer)
@@ -83,7 +88,7 @@ def cut_plain_state(optimizer: torch.optim.Optimizer, *_: object) -> None:
                 owner = getattr(param, "_owner", None)
                 where = f"'{owner.name}'" if owner is not None else where
                 state = optimizer.state[param]
-                found.append((param, _Walk(param, how, where).of_dict(state)))
+                found.append((param, _Walk(param, how, where, gathers).of_dict(state)))
     for param, state in found:
         optimizer.state[param] = state
     vars(optimizer)[_SEEN] = optimizer.state
@@ -150,11 +155,16 @@ class _Walk:
     """One walk over the state of one parameter."""
 
     def __init__(
-        self, param: torch.Tensor, how: Callable[[torch.Tensor], torch.Tensor], where: str
+        self,
+        param: torch.Tensor,
+        how: Callable[[torch.Tensor], torch.Tensor],
+        where: str,
+        gathers: bool,
     ) -> None:
         self._shape = tuple(param.shape)
         self._how = how
         self._where = where
+        self._has_any_shape = gathers  # as GaLore's, of moments of lower rank
 
     def of_dict(self, state: dict[Any, Any]) -> dict[Any, Any]:
         return {key: self._of(value, key) for key, value in state.items()}
@@ -167,7 +177,7 @@ class _Walk:
         if type(value) is not torch.Tensor or key in PLAIN_SCALARS:
             return value
         if tuple(value.shape) != self._shape:
-            if value.dim() and key in _ELEMENTWISE:
+            if value.dim() and key in _ELEMENTWISE and not self._has_any_shape:
                 raise ConfigError(
                     f"optimizer: state '{key}' of {self._where} has shape {tuple(value.shape)}, "
                     f"and the parameter has {self._shape}: it was loaded from an optimizer of "

@@ -168,7 +168,8 @@ def _wrapped(result: Any, views: Sequence[WholeView]) -> Any:
     if isinstance(result, list | tuple):
         wrapped = [_wrapped(each, views) for each in result]
         return result if all(map(operator.is_, wrapped, result)) else type(result)(wrapped)
-    if not isinstance(result, torch.Tensor) or isinstance(result, WholeView) or not result.numel():
+    is_done = isinstance(result, WholeView | ShardTensorBase)
+    if not isinstance(result, torch.Tensor) or is_done or not result.numel():
         return result
     place = result.untyped_storage().data_ptr()
     copy = next((view._copy for view in views if view._copy.place == place), None)
