@@ -63,6 +63,10 @@ def attach_steppers(units: Iterable[Unit]) -> None:
     if _has_room("shardwise.step"):  # without it, operations on shards make the same steps
         import_module("shardwise.step.local_step").step_as_plain_tensors()
         import_module("shardwise.step.probe").find_collectives()
+        import_module("shardwise.step.refused_classes").refuse_wrong_classes()
+        import_module("shardwise.step.shared_draws").draw_as_one_process()
+        if any(not param.form.finishes_on_read for unit in units for param in unit.params):
+            import_module("shardwise.step.stand_ins").step_on_shard_tensors()
     if any(unit.home is not None for unit in units):
         import_module("shardwise.step.overlap").overlap_offloaded()
     if any(param.cut.owner is not None for unit in units for param in unit.params if param.has_cut):

@@ -10,6 +10,7 @@ import inspect
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
+from types import FrameType
 from typing import Any
 
 import torch
@@ -132,6 +133,36 @@ def _has_owners(optimizer: torch.optim.Optimizer) -> bool:
     """Tell whether matrices of the optimizer lie whole on one rank already."""
     params = (param for group in optimizer.param_groups for param in group["params"])
     return any(isinstance(p, ShardTensorBase) and p._cut.owner is not None for p in params)
+
+
+# It gives the placements, with the shape, to a new DTensor, which is cut as the parameter is.
+_PASSES_PLACEMENTS_ON = ("torchao.optim.adam",)
+
+
+def check_reader(tensor: ShardTensorBase, frame: FrameType) -> None:
+    """Refuse placements of this package to the code of an optimizer, which knows torch's only.
+
+    **Raises** ShardError in the step of an optimizer whose own code asks, by name.
+    """
+    module = frame.f_globals.get("__name__", "")
+    if module.partition(".")[0] in ("torch", "shardwise"):
+        return
+    is_scalar = not tensor.dim()
+    optimizer = running_optimizer()
+    if optimizer is None or (module in _PASSES_PLACEMENTS_ON and not is_scalar):
+        return
+    owner = tensor._owner
+    what = f"parameter '{owner.name}'" if owner else f"a tensor of shape {tensor._cut.shape}"
+    remedy = "which cuts tensors along dim 0 as torch does" + (
+        ", once the scalar has one dim (torch.full((1,), value)), "
+        if is_scalar
+        else " (a scalar needs one dim there: torch.full((1,), value)), "
+    )
+    raise ShardError(
+        f"{type(optimizer).__name__} reads the placements of {what} to divide it by itself, and "
+        f"this rank has elements [{tensor._cut.lo}, {tensor._cut.hi}) of it, which no placement of "
+        f"torch's says. Use shard(layout='rows'), {remedy}or shard(stage=0)"
+    )
 
 
 def check_conversion(param: Any, converted: Any) -> bool:
@@ -541,11 +572,13 @@ _BLOCK = 256  # elements of a block, fixed in bitsandbytes
 def _run_kernel(call: Operation) -> object:
     """Run a kernel of bitsandbytes on this rank's elements; blocks begin at its slice.
 
-    Return NotImplemented if it takes the norm of the whole update (LAMB, LARS, ``max_unorm``).
+    Return NotImplemented if it takes the norm of the whole update (LAMB, LARS, ``max_unorm``), or
+    has state of another shape than the parameter's, which is whole on every rank (AdEMAMix).
     """
     shards = call.shards
     takes_norm = call.name == "optimizer_update_32bit" and call.args[5] is not None
-    if takes_norm and not is_replicated(shards):
+    param, state = call.args[2:4]
+    if not is_replicated(shards) and (takes_norm or state.shape != param.shape):
         return NotImplemented
     numel = shards[0]._local_tensor.numel()
     if numel == 0:

@@ -29,28 +29,32 @@ def same_draws(cut: Cut, device: torch.device, own: torch.Generator | None) -> I
     if all(axis.size == 1 for axis in (*comm.axes.all, *cut.own_axes)):
         yield
         return
-    before = _states(device, own)
-    first = torch.cat(before).to(comm.device)
+    before = generator_states(device, own)
+    first = torch.cat(list(before)).to(comm.device)
     comm.broadcast(first, _SITE, also=cut.own_axes)
     states = first.cpu().split([state.numel() for state in before])
-    _set_states(device, own, states)
+    set_generator_states(device, states, own)
     try:
         yield
     finally:
         if not all(map(torch.equal, states, before)):
-            _set_states(device, own, before)
+            set_generator_states(device, before, own)
 
 
-def _states(device: torch.device, own: torch.Generator | None) -> list[torch.Tensor]:
+def generator_states(
+    device: torch.device, own: torch.Generator | None = None
+) -> Sequence[torch.Tensor]:
+    """Return the states of the default generators of the host and ``device``, or of ``own``."""
     if own is not None:
         return [own.get_state()]
     accelerator = accelerator_generator(device)
     return [torch.get_rng_state(), *([] if accelerator is None else [accelerator])]
 
 
-def _set_states(
-    device: torch.device, own: torch.Generator | None, states: Sequence[torch.Tensor]
+def set_generator_states(
+    device: torch.device, states: Sequence[torch.Tensor], own: torch.Generator | None = None
 ) -> None:
+    """Give these generators these states; see `generator_states`."""
     if own is not None:
         own.set_state(states[0])
         return

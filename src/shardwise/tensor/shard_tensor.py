@@ -15,19 +15,22 @@ one of:
 So no operation returns this rank's part as if it were the whole tensor.
 """
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, SupportsIndex
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 from torch.optim import optimizer as _torch_optimizer
 from torch.utils import _foreach_utils
 
 from shardwise.errors import ShardError
+from shardwise.tensor.cut import Ragged
 from shardwise.tensor.dispatch import (
     answer,
     check_conversion,
+    check_reader,
     draw,
     into_leaf,
     run_in_full,
@@ -82,6 +85,18 @@ class ShardTensor(ShardTensorBase):
             )
         mesh = self._cut.mesh
         return DTensor.from_local(self.full_tensor(), mesh, placements, run_check=False)
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """The placement on each axis of the mesh; refused to an optimizer that would misread it.
+
+        **Raises** ShardError where an optimizer that cuts or puts together tensors by itself reads
+        a placement other than torch's.
+        """
+        found = self._spec.placements
+        if isinstance(found[-1], Ragged):
+            check_reader(self, sys._getframe(1))
+        return found
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -198,6 +213,8 @@ class ShardTensor(ShardTensorBase):
                 "gradient is this rank's alone; read p.grad after loss.backward(), or use "
                 "register_post_accumulate_grad_hook on the parameter, which is called with the mean"
             )
+        elif name in ("data_ptr", "storage") and args[0]._cut.is_replicated:
+            return func(args[0]._local_tensor)
         elif name in ("data_ptr", "storage"):
             raise ShardError(
                 f"{name} of a ShardTensor: each rank holds only a slice. To write whole tensors "

@@ -1,0 +1,134 @@
+"""Random draws inside the step of an optimizer, the same on all ranks.
+
+Note [Draws of an optimizer]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+An optimizer may draw a projection, a probe vector or a probability (APOLLO, PSGD). Ranks have
+generators of their own, and a tensor that each rank has drawn by itself is no tensor of the model.
+So an optimizer draws from the states of rank 0's generators, torch's, Python's and NumPy's, as one
+process would. Afterwards a rank whose generators had other states restores them. Most optimizers
+draw nothing: if the first step of one has not moved a generator, later steps send nothing and begin
+from the states that all ranks had after it. A step with a closure is left alone, as the model draws
+in it (dropout).
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
+
+from shardwise.comm.pending import CollectiveId
+from shardwise.step.local_step import Args, Kwargs, is_elementwise
+from shardwise.tensor.cut import Cut
+from shardwise.tensor.draws import generator_states, set_generator_states
+from shardwise.tensor.plain_state import owner_of
+
+_SITE = CollectiveId("broadcast", "(generators)", 0)
+_MAX_BYTES = 1 << 14
+_DRAWS = "_shardwise_draws"  # on an optimizer: its `_Draws`
+
+
+@cache
+def draw_as_one_process() -> None:
+    """Let optimizers of sharded parameters draw the same on all ranks, from now on.
+
+    See Note [Draws of an optimizer].
+    """
+    torch_optimizer.register_optimizer_step_pre_hook(_begin)
+    torch_optimizer.register_optimizer_step_post_hook(_end)
+
+
+def _begin(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> None:
+    if torch.compiler.is_compiling() or is_elementwise(optimizer):
+        return
+    has_closure = any(callable(value) for value in (*args[1:], *kwargs.values()))
+    if has_closure or hasattr(optimizer, "optimizers"):  # each of them steps by itself
+        return
+    draws: _Draws | None = vars(optimizer).get(_DRAWS)
+    if draws is None:
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        owned = ((param, owner_of(param)) for param in params)
+        found = next(((p.device, by.cut) for p, by in owned if by is not None and by.has_cut), None)
+        if found is None or all(axis.size == 1 for axis in (*found[1].comm.axes.all,)):
+            return
+        draws = vars(optimizer)[_DRAWS] = _Draws(*found)
+    draws.begin()
+
+
+def _end(optimizer: Optimizer, *_: object) -> None:
+    draws: _Draws | None = vars(optimizer).get(_DRAWS)
+    if draws is not None:
+        draws.end()
+
+
+@dataclass(frozen=True)
+class _States:
+    """The states of torch's default generators, of Python's and of NumPy's."""
+
+    of_torch: tuple[bytes, ...]
+    of_python: object
+    of_numpy: tuple[object, ...]
+
+    @classmethod
+    def read(cls, device: torch.device) -> _States:
+        kind, keys, *rest = np.random.get_state()
+        own = tuple(state.numpy().tobytes() for state in generator_states(device))
+        return cls(own, random.getstate(), (kind, np.asarray(keys).tobytes(), *rest))
+
+    def write(self, device: torch.device) -> None:
+        states = [torch.frombuffer(bytearray(state), dtype=torch.uint8) for state in self.of_torch]
+        set_generator_states(device, states)
+        random.setstate(cast(Any, self.of_python))
+        kind, keys, *rest = self.of_numpy
+        np.random.set_state(cast(Any, (kind, np.frombuffer(cast(bytes, keys), np.uint32), *rest)))
+
+    def of_first_rank(self, cut: Cut) -> _States:
+        """Return rank 0's. **Cost** a broadcast of 16 KiB."""
+        data = pickle.dumps(self)
+        assert len(data) <= _MAX_BYTES, len(data)
+        own = torch.frombuffer(bytearray(data.ljust(_MAX_BYTES, b"\0")), dtype=torch.uint8)
+        own = own.to(cut.comm.device)
+        cut.comm.broadcast(own, _SITE, also=cut.own_axes)
+        found: _States = pickle.loads(own.cpu().numpy().tobytes())
+        return found
+
+
+@dataclass
+class _Draws:
+    """The draws of one optimizer: ``common`` are the states after a step, equal on all ranks."""
+
+    device: torch.device
+    cut: Cut
+    common: _States | None = None
+    has_drawn: bool = False
+    _own: _States | None = None
+    _given: _States | None = None
+
+    def begin(self) -> None:
+        """Give the generators the states of rank 0's, or those of the last step.
+
+        **Cost** one broadcast of 16 KiB in the first step, and in each if the optimizer draws.
+        """
+        self._own = _States.read(self.device)
+        self._given = self.common
+        if self.has_drawn or self._given is None:
+            self._given = self._own.of_first_rank(self.cut)
+        self._given.write(self.device)
+
+    def end(self) -> None:
+        """Note whether the step has drawn; give other generators than rank 0's their state back."""
+        if self._own is None:
+            return
+        self.common = _States.read(self.device)
+        moved = self.common != self._given
+        self.has_drawn |= moved
+        if not moved or self._own != self._given:
+            self._own.write(self.device)
+        self._own = None
