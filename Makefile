@@ -103,7 +103,8 @@ bench-offload: $(RUN_STAMP)
 # `restart` kills training runs that restart by themselves; in `elastic` nodes join and leave one; in `nodes` a
 # preflight looks at nodes with networks of their own (as root). `matrices` runs every cell of the largest
 # tables of which the suite has covering samples. `mutants` puts small defects into the source, which
-# the suite must find.
+# the suite must find. `optimizers` steps every optimizer class of fifteen libraries, and writes the table
+# in docs/how-to/optimizers.md.
 CAMPAIGN ?= crashes errors damage reshard kill power matrices
 TRIALS ?= 200
 SEED ?= 0
@@ -112,7 +113,7 @@ soak: $(DEV_STAMP)
 	for campaign in $(CAMPAIGN); do \
 	  case $$campaign in \
 	    matrices) $(BIN)/python -m pytest tests/campaigns/matrices.py ;; \
-	    restart|elastic|nodes|mutants) \
+	    restart|elastic|nodes|mutants|optimizers) \
 	      $(BIN)/python tests/campaigns/$$campaign.py --trials $(TRIALS) --seed $(SEED) ;; \
 	    *) $(BIN)/python tests/campaigns/soak.py $$campaign --trials $(TRIALS) --seed $(SEED) ;; \
 	  esac || exit 1; \

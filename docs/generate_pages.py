@@ -20,6 +20,7 @@ from generate_api import api_page
 from generate_bound import bound_page
 from generate_findings import findings_page
 from generate_mesh import mesh_page
+from generate_optimizers import optimizers_page
 from generate_owner import owner_page
 from generate_step import step_page, step_picture
 
@@ -62,6 +63,7 @@ def pages() -> dict[str, str]:
         "bound.md": bound_page(),
         "mesh.md": mesh_page(),
         "owner.md": owner_page(),
+        "how-to/optimizers.md": optimizers_page(),
         "step.md": step_page(),
         "step.svg": step_picture(),
     }
