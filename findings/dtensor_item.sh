@@ -7,6 +7,7 @@
 # one, and the ranks' slices are then those of different models. Expected: one `d`, that of one
 # process. Exits with 1 if that has changed.
 set -euo pipefail
+unset PYTHONPATH
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 python3 -m venv "$folder/venv"

@@ -7,6 +7,7 @@
 # is said. With one rank `full_tensor()` is the parameter's memory, and the weights are initialised.
 # Exits with 1 if that has changed.
 set -euo pipefail
+unset PYTHONPATH
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 python3 -m venv "$folder/venv"

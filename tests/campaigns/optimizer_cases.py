@@ -361,7 +361,10 @@ def named_remedies(message: str) -> list[str]:
         "stage 0": r"stage=0",
         "gathering": r"gathering\(",
         "DDP": r"DistributedDataParallel",
+        "the class for one process": r"SingleDevice",
     }
+    if "SingleDevice" in message:  # the layout is that of the other class
+        ways.pop("matrices")
     return [name for name, pattern in ways.items() if re.search(pattern, message)]
 
 

@@ -37,6 +37,7 @@ from optimizer_cases import RIGHT  # noqa: E402
 from optimizer_classes import LEFT_OUT, PACKAGES, classes_of, version_of  # noqa: E402
 
 OURS = ("stage 1 rows", "stage 3 rows", "stage 3 flat", "stage 3 matrices", "fully_shard")
+ELSEWHERE = ("DDP", "the class for one process")
 ROWS = "stage 3 rows, scalar of one dim"
 HAS_CODES = ("bitsandbytes", "torchao")  # which quantise large parameters only
 RESULTS = ROOT / "docs" / "optimizers.json"
@@ -105,12 +106,12 @@ class Campaign:
 def followed(found, case):
     """Follow the remedies that a refusal names: return whether each is right.
 
-    DistributedDataParallel steps plain tensors, as the oracle does.
+    DistributedDataParallel steps plain tensors, as the oracle does; other classes have their rows.
     """
     ways, places = {}, {"gathering": f"{case}, gathering", "stage 0": "stage 0", "rows": ROWS}
     for remedy in optimizer_cases.named_remedies(found[case]["message"]):
         other = places.get(remedy, f"stage 3 {remedy}")
-        ways[remedy] = remedy == "DDP" or (
+        ways[remedy] = remedy in ELSEWHERE or (
             other != case and found.get(other, {}).get("verdict") in RIGHT
         )
     return ways

@@ -17,7 +17,7 @@ import pickle
 import random
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -70,39 +70,40 @@ def _end(optimizer: Optimizer, *_: object) -> None:
 
 @dataclass(frozen=True)
 class _States:
-    """The states of torch's default generators, of Python's and of NumPy's."""
+    """The states of torch's default generators; of Python's and NumPy's too, or None."""
 
-    of_torch: tuple[bytes, ...]
-    of_python: object
-    of_numpy: tuple[object, ...]
+    of_torch: tuple[torch.Tensor, ...]
+    others: tuple[Any, Any] | None
 
     @classmethod
-    def read(cls, device: torch.device) -> _States:
-        kind, keys, *rest = np.random.get_state()
-        own = tuple(state.numpy().tobytes() for state in generator_states(device))
-        return cls(own, random.getstate(), (kind, np.asarray(keys).tobytes(), *rest))
+    def read(cls, device: torch.device, has_others: bool) -> _States:
+        others = (random.getstate(), np.random.get_state()) if has_others else None
+        return cls(tuple(generator_states(device)), others)
 
     def write(self, device: torch.device) -> None:
-        states = [torch.frombuffer(bytearray(state), dtype=torch.uint8) for state in self.of_torch]
-        set_generator_states(device, states)
-        random.setstate(cast(Any, self.of_python))
-        kind, keys, *rest = self.of_numpy
-        np.random.set_state(cast(Any, (kind, np.frombuffer(cast(bytes, keys), np.uint32), *rest)))
+        set_generator_states(device, self.of_torch)
+        if self.others is not None:
+            random.setstate(self.others[0])
+            np.random.set_state(self.others[1])
+
+    def is_equal(self, other: _States) -> bool:
+        are_equal = all(map(torch.equal, self.of_torch, other.of_torch))
+        return are_equal and pickle.dumps(self.others) == pickle.dumps(other.others)
 
     def of_first_rank(self, cut: Cut) -> _States:
         """Return rank 0's. **Cost** a broadcast of 16 KiB."""
-        data = pickle.dumps(self)
+        data = pickle.dumps(([state.numpy() for state in self.of_torch], self.others))
         assert len(data) <= _MAX_BYTES, len(data)
         own = torch.frombuffer(bytearray(data.ljust(_MAX_BYTES, b"\0")), dtype=torch.uint8)
         own = own.to(cut.comm.device)
         cut.comm.broadcast(own, _SITE, also=cut.own_axes)
-        found: _States = pickle.loads(own.cpu().numpy().tobytes())
-        return found
+        of_torch, others = pickle.loads(own.cpu().numpy().tobytes())
+        return _States(tuple(map(torch.from_numpy, of_torch)), others)
 
 
 @dataclass
 class _Draws:
-    """The draws of one optimizer: ``common`` are the states after a step, equal on all ranks."""
+    """The draws of one optimizer: ``common`` is the state after a step, equal on all ranks."""
 
     device: torch.device
     cut: Cut
@@ -112,23 +113,25 @@ class _Draws:
     _given: _States | None = None
 
     def begin(self) -> None:
-        """Give the generators the states of rank 0's, or those of the last step.
+        """Give the generators the states of rank 0's, or torch's that of the last step.
 
         **Cost** one broadcast of 16 KiB in the first step, and in each if the optimizer draws.
         """
-        self._own = _States.read(self.device)
+        is_shared = self.has_drawn or self.common is None
+        self._own = _States.read(self.device, has_others=is_shared)
         self._given = self.common
-        if self.has_drawn or self._given is None:
+        if is_shared or self._given is None:
             self._given = self._own.of_first_rank(self.cut)
         self._given.write(self.device)
 
     def end(self) -> None:
         """Note whether the step has drawn; give other generators than rank 0's their state back."""
-        if self._own is None:
+        if self._own is None or self._given is None:
             return
-        self.common = _States.read(self.device)
-        moved = self.common != self._given
+        after = _States.read(self.device, has_others=self._own.others is not None)
+        moved = not after.is_equal(self._given)
         self.has_drawn |= moved
-        if not moved or self._own != self._given:
+        if not moved or not self._own.is_equal(self._given):
             self._own.write(self.device)
+        self.common = _States(after.of_torch, None)
         self._own = None
