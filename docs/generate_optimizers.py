@@ -94,7 +94,7 @@ def _rank(cells) -> int:
 
 def _cell(row, cases) -> str:
     """Return a verdict; a refused one with the ways out that the message names, all tried."""
-    verdicts = {case: row["cases"][case]["verdict"] for case in cases}
+    verdicts = {case: row["cases"][case]["verdict"] for case in cases if case in row["cases"]}
     if len(set(verdicts.values())) > 1 and set(verdicts.values()) <= set(RIGHT):
         return max(verdicts.values(), key=RIGHT.index)
     verdict, case = next((v, c) for c, v in verdicts.items())

@@ -29,7 +29,7 @@ STEPS = 3
 
 
 class Drawing(torch.optim.Optimizer):
-    """Adds noise that it draws as a plain tensor, from a step on, of each parameter's shape."""
+    """Adds noise that it draws as a plain tensor; from its first step also Python's and NumPy's."""
 
     first = 1
 
@@ -43,7 +43,7 @@ class Drawing(torch.optim.Optimizer):
             for p in group["params"]:
                 draws = group["step"] >= self.first
                 noise = torch.randn(p.shape) if draws else torch.zeros(p.shape)
-                noise += random.random() + np.random.rand() if draws else 0
+                noise += random.random() + np.random.rand() if self.first == 1 else 0
                 p.add_(p.grad, alpha=-0.1).add_(noise.to(p.dtype), alpha=0.01)
 
 

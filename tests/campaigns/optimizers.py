@@ -93,7 +93,7 @@ class Campaign:
         verdicts = {each["verdict"] for each in answers}
         worst = next(v for v in ("HANG", "ERROR", "WRONG", *verdicts) if v in verdicts)
         answer = dict(next(each for each in answers if each["verdict"] == worst))
-        if verdicts - set(RIGHT):
+        if verdicts - {*RIGHT, "refused"} or (len(verdicts) > 1 and "refused" in verdicts):
             pool = ranks._pools.pop(self._world_size, None)  # which may be in the midst of a call
             if pool is not None:
                 pool.close()

@@ -6,9 +6,9 @@ An optimizer may draw a projection, a probe vector or a probability (APOLLO, PSG
 generators of their own, and a tensor that each rank has drawn by itself is no tensor of the model.
 So an optimizer draws from the states of rank 0's generators, torch's, Python's and NumPy's, as one
 process would. Afterwards a rank whose generators had other states restores them. Most optimizers
-draw nothing: if the first step of one has not moved a generator, later steps send nothing and begin
-from the states that all ranks had after it. A step with a closure is left alone, as the model draws
-in it (dropout).
+draw nothing: if the first step of one has not moved a generator on any rank, later steps send
+nothing, and begin from the state of torch's generator that all ranks had after it. A step with a
+closure is left alone, as the model draws in it (dropout).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from shardwise.comm.pending import CollectiveId
 from shardwise.step.local_step import Args, Kwargs, is_elementwise
-from shardwise.tensor.cut import Cut
+from shardwise.tensor.cut import GATHER_SITE, Cut
 from shardwise.tensor.draws import generator_states, set_generator_states
 from shardwise.tensor.plain_state import owner_of
 
@@ -88,7 +88,14 @@ class _States:
 
     def is_equal(self, other: _States) -> bool:
         are_equal = all(map(torch.equal, self.of_torch, other.of_torch))
-        return are_equal and pickle.dumps(self.others) == pickle.dumps(other.others)
+        if not are_equal or self.others is None or other.others is None:
+            return are_equal
+        (python, (kind, keys, *rest)), (python_2, (kind_2, keys_2, *rest_2)) = (
+            self.others,
+            other.others,
+        )
+        is_same = (python, kind, rest) == (python_2, kind_2, rest_2)
+        return is_same and bool(np.array_equal(keys, keys_2))
 
     def of_first_rank(self, cut: Cut) -> _States:
         """Return rank 0's. **Cost** a broadcast of 16 KiB."""
@@ -115,7 +122,7 @@ class _Draws:
     def begin(self) -> None:
         """Give the generators the states of rank 0's, or torch's that of the last step.
 
-        **Cost** one broadcast of 16 KiB in the first step, and in each if the optimizer draws.
+        **Cost** one broadcast of 16 KiB in the first step, and in each if the first has drawn.
         """
         is_shared = self.has_drawn or self.common is None
         self._own = _States.read(self.device, has_others=is_shared)
@@ -130,8 +137,16 @@ class _Draws:
             return
         after = _States.read(self.device, has_others=self._own.others is not None)
         moved = not after.is_equal(self._given)
-        self.has_drawn |= moved
+        if self.common is None:  # the first step; a rank may have had nothing to draw
+            self.has_drawn = self._any(moved)
         if not moved or not self._own.is_equal(self._given):
             self._own.write(self.device)
         self.common = _States(after.of_torch, None)
         self._own = None
+
+    def _any(self, moved: bool) -> bool:
+        """Tell whether a generator has moved on any rank. **Cost** one number over each axis."""
+        found = torch.tensor(float(moved), device=self.cut.comm.device)
+        for axis in (*self.cut.comm.axes.all, *self.cut.own_axes):
+            found = self.cut.comm.max(found, axis, GATHER_SITE)
+        return bool(found)

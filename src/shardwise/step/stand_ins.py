@@ -28,14 +28,15 @@ from torch.utils.hooks import RemovableHandle
 from shardwise.layout.placements import local_of
 from shardwise.step.local_step import Args, Kwargs, is_elementwise, optimizer_like, run_last
 from shardwise.tensor.cut import Cut
-from shardwise.tensor.plain_state import owner_of
+from shardwise.tensor.plain_state import GATHERS, owner_of
 from shardwise.tensor.shard_tensor import ShardTensor
 from shardwise.unit.param import AsShardTensor, ShardedParam
 from shardwise.unit.unit import Unit
 
 _STAND_INS = "_shardwise_stand_ins"  # on an optimizer: its `_StandIns`
-# Packages that compile their steps for DTensors, and divide and gather them by themselves.
-_KEEP_DTENSORS = ("torchao", "heavyball")
+# Packages that compile their steps for DTensors or gather them by themselves, and classes that are
+# right over DTensors and need whole tensors: these keep DTensors unless they are `optim.gathering`.
+_KEEP_DTENSORS = ("torchao", "heavyball", "adam_mini", "galore_torch", "apollo_torch")
 
 
 @cache
@@ -51,7 +52,7 @@ def _prepare(optimizer: Optimizer, *_: object) -> None:
     """Make the last hook before a step create the copy, and the first hook after it hand back."""
     if torch.compiler.is_compiling() or is_elementwise(optimizer):
         return
-    if type(optimizer).__module__.partition(".")[0] in _KEEP_DTENSORS:
+    if GATHERS not in vars(optimizer) and _keeps_dtensors(type(optimizer)):
         return
     params = (param for group in optimizer.param_groups for param in group["params"])
     if hasattr(optimizer, "optimizers") or not any(_is_stood_for(param) for param in params):
@@ -62,6 +63,10 @@ def _prepare(optimizer: Optimizer, *_: object) -> None:
     run_last(optimizer, _substitute)
     after = cast(OrderedDict[int, object], optimizer._optimizer_step_post_hooks)
     after.move_to_end(vars(optimizer)[_STAND_INS].hook, last=False)
+
+
+def _keeps_dtensors(kind: type[Optimizer]) -> bool:
+    return kind is torch.optim.Muon or kind.__module__.partition(".")[0] in _KEEP_DTENSORS
 
 
 def _is_stood_for(param: torch.Tensor) -> bool:
@@ -200,6 +205,7 @@ class _Step:
         self._groups: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
         self._states: dict[int, tuple[dict[Any, Any], dict[Any, Any]]] = {}
         self._originals: dict[int, _Place] = {}  # by the id of the stand-in
+        self._replaced: set[tuple[int, str]] = set()  # attributes of copies, by the copy's id
         self.copy = self._copy_of(optimizer)
         vars(self.copy).pop("step", None)
 
@@ -221,8 +227,9 @@ class _Step:
             if isinstance(value, Optimizer):
                 vars(made)[name] = inner = self._copy_of(value)
                 vars(inner).pop("step", None)  # a scheduler's, which steps the original
-            elif _is_list_of_params(name, value):  # of L-BFGS
-                vars(made)[name] = [self._stand_in(param) for param in value]
+            elif name not in ("param_groups", "state") and _holds(value, _is_stood_for):
+                vars(made)[name] = _changed(value, _is_stood_for, self._stand_in)  # of L-BFGS
+                self._replaced.add((id(made), name))
         return made
 
     def _group(self, group: dict[str, Any]) -> dict[str, Any]:
@@ -268,12 +275,9 @@ class _Step:
         for optimizer, copy in self._copies.values():
             for name, value in vars(copy).items():
                 is_copied = name in ("param_groups", "state", _STAND_INS)
-                is_copied |= isinstance(value, Optimizer) or self._is_list_of_stand_ins(value)
+                is_copied |= isinstance(value, Optimizer) or (id(copy), name) in self._replaced
                 if not is_copied:
                     vars(optimizer)[name] = value
-
-    def _is_list_of_stand_ins(self, value: object) -> bool:
-        return isinstance(value, list) and bool(value) and id(value[0]) in self._originals
 
     def _kept(self, state: object, place: _Place, key: object, value: object) -> object:
         values, where = self._stand_ins.values, (id(state), id(place.of), key)
@@ -289,11 +293,6 @@ class _Step:
         if isinstance(value, ShardTensor):
             values[where] = (found, value)
         return found
-
-
-def _is_list_of_params(name: str, value: object) -> bool:
-    is_list = isinstance(value, list) and bool(value) and name not in ("param_groups", "state")
-    return is_list and all(map(_is_stood_for, cast("list[Any]", value)))
 
 
 def _whole_of(value: torch.Tensor) -> torch.Tensor:
@@ -312,3 +311,12 @@ def _changed(
     if type(value) in (list, tuple):
         return type(value)(_changed(each, is_meant, change) for each in value)
     return value
+
+
+def _holds(value: Any, is_meant: Callable[[Any], bool]) -> bool:
+    """Tell whether a list, tuple or dict holds a tensor that is meant."""
+    if isinstance(value, torch.Tensor):
+        return is_meant(value)
+    members = value.values() if type(value) is dict else value
+    is_held = type(value) in (list, tuple, dict)
+    return is_held and any(_holds(each, is_meant) for each in members)
