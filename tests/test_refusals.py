@@ -1,6 +1,7 @@
 """What is refused, with which words, and that a refusal leaves everything as it was."""
 
 import copy
+import importlib
 from contextlib import contextmanager
 
 import pytest
@@ -10,9 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+import shardwise
 from ranks import agreed, on_ranks
 from shardwise import accumulate, describe, fully_shard, gathered, shard
-from shardwise.config import Precision, Schedule
+from shardwise.config import Precision, Schedule, Units
 from shardwise.debug import stats
 from shardwise.engine.api import engine_of
 from shardwise.errors import ConfigError, ShardError, StateError
@@ -161,9 +163,24 @@ def test_meshes_that_say_too_little_or_too_much_are_refused():
         shard(model, mesh=three)
     with refused(model, r"mesh: 3 axes \(\)|mesh: 3 axes"):
         shard(model, mesh=init_device_mesh("cpu", (2, 2, 1)))
-    with refused(model, "unexpected keyword argument 'shard_axis'", TypeError):
+    with refused(model, "unexpected keyword argument 'shard_axes'.*shard_axis", TypeError):
+        shard(model, mesh=three, shard_axes="dp")
+    one = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    wrong = {
+        r"shard_axis='dpp': the mesh has the axes \('dp',\)": {"mesh": one, "shard_axis": "dpp"},
+        r"shard_axis='dp': name axes only together": {"shard_axis": "dp"},
+        r"replicate_axis='pp': name shard_axis too": {"mesh": three, "replicate_axis": "pp"},
+        r"expected two axes of the mesh .*first": {
+            "mesh": three,
+            "shard_axis": "pp",
+            "replicate_axis": "dp",
+        },
+    }
+    for text, settings in wrong.items():
+        with pytest.warns(FutureWarning, match="_axis"), refused(model, text):
+            shard(model, **settings)
+    with pytest.warns(FutureWarning, match=r"shard\(shard_axis=\) is now a slice of the mesh"):
         shard(model, mesh=three, shard_axis="dp")
-    shard(model, mesh=three["dp"])
     assert describe(model).num_shards == 2 and describe(model).num_replicas == 1
 
 
@@ -404,3 +421,25 @@ def test_a_description_shows_every_unit_with_its_numbers_and_suggests_flat(layou
     assert "└─ blocks.1" in text and "padding 96 B (60.0%)" in text
     assert "'blocks.1': rows that do not divide by 4 cost 60.0% padding" in text
     assert 'layout="flat" would cost none' in text
+
+
+def test_names_of_version_0_1_answer_and_warn_of_the_new_ones():
+    for old, new in shardwise._RENAMED.items():
+        module, _, name = new.partition(":")
+        with pytest.warns(FutureWarning, match=f"shardwise.{old} is now shardwise"):
+            found = getattr(shardwise, old)
+        assert found is getattr(importlib.import_module(module), name)
+        assert old not in dir(shardwise)
+
+
+@on_ranks(1)
+def test_parameters_of_version_0_1_do_what_the_new_ones_do():
+    old = {"prefetch_bytes": 0, "bucket_bytes": 1, "reduce_every": "step", "optional": [Block]}
+    with pytest.warns(FutureWarning, match=r"shard\(.*=\) is now (schedule|units)="):
+        model = shard(Net(), **old)
+    now = shard(Net(), schedule=Schedule(0, 1, "step"), units=Units(optional=[Block]))
+    assert engine_of(model).config == engine_of(now).config
+    settings = [[unit.settings for unit in engine_of(m).units] for m in (model, now)]
+    assert settings[0] == settings[1]
+    with pytest.raises(TypeError, match=r"'prefech_bytes'.*prefetch_bytes"):
+        shard(Net(), prefech_bytes=0)

@@ -27,6 +27,7 @@ Reading order, which is also the import order (a file imports only from what sta
     mesh                      shard and replicate axes
     layout/                   integers: units, segments
     comm/                     collectives on flat tensors
+    renamed                   parameters of version 0.1, with a warning
     tensor/                   ShardTensor: the optimizer's view, and its operations
     unit/                     one unit: storage, materialize, unit, reduce
     engine/                   order, prefetch, runtime, hooks, shard()
@@ -55,6 +56,7 @@ Public names: those of ``__all__``, of the groups `check`, `data`, `debug`, `opt
 answers without loading torch.
 """
 
+import warnings
 from typing import TYPE_CHECKING
 
 from shardwise.comm.listener import WAITS as _WAITS
@@ -102,6 +104,37 @@ _HOMES = {
 _GROUPS = {
     name: f"shardwise.{name}" for name in ("check", "data", "debug", "interop", "optim", "parallel")
 }
+# Names of version 0.1: where each is now.
+_RENAMED = {
+    "ContextParallel": "shardwise.parallel:ContextParallel",
+    "MixtureOfExperts": "shardwise.parallel:MixtureOfExperts",
+    "balance_experts": "shardwise.parallel:balance_experts",
+    "check_gradients": "shardwise.check:gradients",
+    "check_replicas": "shardwise.check:replicas",
+    "clip_grad_norm_": "shardwise.parallel:clip_grad_norm_",
+    "counting": "shardwise.debug:counting",
+    "from_deepspeed": "shardwise.interop.deepspeed:from_deepspeed",
+    "join": "shardwise.parallel:join",
+    "layer_by_layer": "shardwise.parallel.breadth_first:layer_by_layer",
+    "mean_loss": "shardwise.parallel:mean_loss",
+    "spread_experts": "shardwise.parallel:spread_experts",
+    "stats": "shardwise.debug:stats",
+    "stream": "shardwise.interop:stream",
+    "tie": "shardwise.parallel:tie",
+    "watch": "shardwise.debug:watch",
+}
+
+
+def _warn_of_name(name: str) -> None:
+    if name in _RENAMED:
+        new = _RENAMED[name].replace(":", ".")
+        if name == "layer_by_layer":
+            new = "shardwise.accumulate(model, forward, micro_batches, order='breadth_first')"
+        warnings.warn(
+            f"shardwise.{name} is now {new}; the old name goes with version 0.4",
+            FutureWarning,
+            stacklevel=3,
+        )
 
 
 def _hang_watch() -> _Listener:
@@ -114,4 +147,5 @@ _WAITS.attach(_hang_watch)
 
 __version__ = "0.3.0"
 __all__ = list(_HOMES)
-__getattr__, __dir__ = lazily(__name__, _HOMES | _GROUPS)
+__getattr__ = lazily(__name__, _HOMES | _GROUPS | _RENAMED, _warn_of_name)[0]
+__dir__ = lazily(__name__, _HOMES | _GROUPS)[1]

@@ -54,6 +54,7 @@ from shardwise.layout.placements import (
 from shardwise.layout.units import UnitSpec, find_device, partition_into_units
 from shardwise.mesh import DataAxes, check_nearby, nearby_axis, resolve_axes
 from shardwise.names import list_names
+from shardwise.renamed import take_renamed
 from shardwise.tensor.plain_state import owner_of  # and registers what cuts an optimizer's state
 from shardwise.tensor.shard_tensor import ShardTensor
 from shardwise.trace import FullParamLedger
@@ -75,6 +76,7 @@ def shard(
     offload: OffloadLike = None,
     optimizer: Optimizers = None,
     schedule: Schedule | None = None,
+    **renamed: Any,
 ) -> nn.Module:
     """Shard a model's training state over data-parallel ranks, in place; return the model.
 
@@ -88,7 +90,7 @@ def shard(
     gathered and freed together, or `Units`; None finds them. ``layout`` is "rows", "flat",
     "matrices" or a function (`with_owners`). ``precision`` is "fp32", "bf16", "fp16", the dtype to
     compute in, or a `Precision`. ``offload`` is "cpu", "nvme:FOLDER" or an `Offload`. ``schedule``
-    is a `Schedule`.
+    is a `Schedule`. ``renamed`` takes parameters of version 0.1, with a warning.
 
     A model on the meta device is filled by its modules' ``reset_parameters()``, or by
     `Units.init`. Elements left unwritten are an error afterwards. DTensors keep their placements.
@@ -99,10 +101,12 @@ def shard(
     **Raises** ConfigError, before any change, with the setting and its remedy. All ranks raise if
     they differ in version, setting or model, or if one raises or lacks room (StorageError).
     """
+    moved: dict[str, Any] = {"mesh": mesh, "units": units, "schedule": schedule}
     try:
-        asked = _ask(model, stage, mesh, units, layout, precision, offload, optimizer, schedule)
+        take_renamed(moved, renamed, "shard")
+        asked = _ask(model, stage, layout, precision, offload, optimizer, **moved)
     except (ConfigError, StorageError) as refusal:
-        _tell_other_ranks(refusal, model, mesh)
+        _tell_other_ranks(refusal, model, moved["mesh"])
         raise
     comm, seed = _agree(model, asked)
     engine = Engine(asked.config, comm, FullParamLedger())
@@ -127,12 +131,12 @@ class _Asked:
 def _ask(
     model: nn.Module,
     stage: int,
-    mesh: DeviceMesh | Axes | None,
-    units: UnitsLike,
     layout: str | ChooseLayout,
     precision: PrecisionLike,
     offload: OffloadLike,
     optimizer: Optimizers,
+    mesh: DeviceMesh | Axes | None,
+    units: UnitsLike,
     schedule: Schedule | None,
 ) -> _Asked:
     """Check the settings; resolve them to units, parameters and axes."""

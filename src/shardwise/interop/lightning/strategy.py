@@ -35,6 +35,7 @@ from shardwise.interop.lightning.checkpoints import (
 from shardwise.interop.observed_loop import PAUSE, ObservedLoop, is_number
 from shardwise.layout.units import partition_into_units
 from shardwise.parallel.accumulate import accumulate
+from shardwise.renamed import take_renamed
 from shardwise.stages import STAGES
 from shardwise.versions import load_neighbour
 
@@ -51,6 +52,7 @@ _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 _CONVERTED = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
 _DEFAULTS = {"stage": 3, "layout": "rows", "precision": "fp32", "schedule": None}
 _SCHEDULED = ("reduce_every", "prefetch_bytes", "bucket_bytes")
+_RENAMED = (*_SCHEDULED, "init")  # parameters of version 0.1
 
 
 def _step_of(name: str, context: str) -> Callable[..., object]:
@@ -89,11 +91,16 @@ class ShardwiseStrategy(_DDPStrategy):
     ) -> None:
         known = (*_DEFAULTS, "units")
         for name in options:
-            if name not in known:
+            if name not in (*known, *_RENAMED):
                 raise ConfigError(
                     f"ShardwiseStrategy({name}=): there is no such option; expected one of mesh, "
                     f"cluster_environment, process_group_backend, timeout, {', '.join(known)}"
                 )
+        old = {name: options.pop(name) for name in _RENAMED if name in options}
+        if old:
+            moved = {"units": options.get("units"), "schedule": options.get("schedule")}
+            take_renamed(moved, old, "ShardwiseStrategy")
+            options |= {name: value for name, value in moved.items() if value is not None}
         self._options = options
         self._mesh = mesh
         self._asked_config()  # refuses a wrong value before any process is started

@@ -39,6 +39,7 @@ from shardwise.interop.transformers.weights import (
     match_keys,
     read_weights,
 )
+from shardwise.renamed import take_renamed
 from shardwise.surface.model import sharded_class
 from shardwise.unit.materialize import leave_values
 
@@ -51,6 +52,7 @@ _REFUSED = {
     "gguf_file": "the weights are read from safetensors files",
     "output_loading_info": "read the report that is logged",
 }
+_RENAMED = ("reduce_every", "prefetch_bytes")  # parameters of version 0.1
 
 
 def from_pretrained(
@@ -95,6 +97,8 @@ def from_pretrained(
         "units": replace(chosen, init=leave_values),
         "schedule": schedule,
     }
+    old = {name: options.pop(name) for name in _RENAMED if name in options}
+    take_renamed(settings, old, "from_pretrained")
     options.setdefault("local_files_only", True)
     own = _class_of(path, model_class, options)
     body = {  # see Note [The plain loader, but for the weights]
