@@ -340,6 +340,15 @@ class Table:
         return [rank for rank, beat in beats.items() if beat is not None and beat.left]
 
     @property
+    def may_come(self) -> bool:
+        """Tell whether a rank that has not come is at work, or has not begun to publish."""
+        beats = {rank: self._heard.newest(rank) for rank in self.missing}
+        return any(
+            beat is None or (beat.works and self._lives[rank][0] == "alive")
+            for rank, beat in beats.items()
+        )
+
+    @property
     def stopped(self) -> list[Process]:
         """The processes of this machine that have not come and are stopped."""
         beats = [self._heard.newest(r) for r in self.missing if self._lives[r][0] == "stopped"]
