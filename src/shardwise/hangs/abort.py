@@ -236,11 +236,11 @@ class Watch(Listener):
         if table.gone:
             return FAILED + table.describe()
         if not timed_out:
-            return reason
+            never = table.describe_unheard() if reason.startswith((USUAL_CAUSE, "[")) else None
+            return reason if never is None else f"{never} ({_raw(reason)})"
         self._note_stopped(table)
         if reason.startswith((USUAL_CAUSE, "[")):  # the table knows more, and a path of C++ less
-            raw = reason.removeprefix(USUAL_CAUSE).strip(" ()")
-            return f"it has not ended in time: {table.describe()} ({raw})"
+            return f"it has not ended in time: {table.describe()} ({_raw(reason)})"
         return f"{reason}: {table.describe()}"
 
     # The threads that look.
@@ -453,6 +453,11 @@ class Watch(Listener):
         cause = FAILED_GROUPS.reason(call.key.group) or self._cause_of(call, reason)
         failed = f"rank {dist.get_rank()}: {call.text} failed"
         return f"{failed}: {self._publish_cause(cause, reason)}"
+
+
+def _raw(reason: str) -> str:
+    """Return the backend's text alone."""
+    return reason.removeprefix(USUAL_CAUSE).strip(" ()")
 
 
 WATCH = Watch()
