@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardwise
 from ranks import begin_all, run_ranks
@@ -301,6 +301,37 @@ def test_a_step_with_tied_weights_names_them_when_the_other_stage_has_ended(ende
     assert "rank 0: exchange of 'embed.weight' over axis 'stages' (2 ranks) failed" in found
 
 
+def wait_by_default(rank, world_size, folder):
+    """Come late without a call of `watch`: at work for longer than the limit, then asleep."""
+    WATCH.look_every_s, WAITS.idle_limit_s = 0.05, 3.0
+    group = dist.new_group()  # whose timeout is torch's
+    model = shard(nn.Linear(4, 4), mesh=DeviceMesh.from_group(group, "cpu"))
+    model(torch.ones(2, 4)).sum().backward()
+    if rank:
+        until_s = time.monotonic() + 5.0
+        while time.monotonic() < until_s:  # as a compiler or a loader
+            pass
+    model(torch.ones(2, 4)).sum().backward()
+    if rank:
+        while not Path(folder, "over").exists():
+            time.sleep(0.05)
+        return ""
+    try:
+        model(torch.ones(2, 4)).sum().backward()
+    except CollectiveError as error:
+        return str(error)
+    finally:
+        Path(folder, "over").touch()
+    return "no error"
+
+
+def test_without_watch_a_rank_at_work_is_waited_for_and_one_that_sleeps_is_not(ended):
+    text = ended("by default")[0]
+    assert "it has not ended in 3 s: rank 1 is in no call of Shardwise, but in wait_by" in text, (
+        text
+    )
+
+
 # By name: what ranks run, how many, and with what; a folder of its own comes last.
 WAITING = {
     "rows of 2": (choose_different_layers, 2, "rows", (8, 8)),
@@ -308,6 +339,7 @@ WAITING = {
     "a save on one": (save_on_rank_0_only, 3),
     "a norm on one": (log_on_rank_0_only, 2),
     "late": (come_late, 3),
+    "by default": (wait_by_default, 2),
     "a rank alone": (gather_alone, 2),
     "a stage alone": (step_alone, 2),
     "a replica differs": (one_replica_differs, 4),

@@ -16,7 +16,8 @@ from typing import Literal
 Life = Literal["alive", "stopped", "dead", "silent"]
 _PROCESSES = Path("/proc")
 _DEATH_SIGNAL = 1
-_STATE, _BORN, _EXIT_CODE = 0, 19, 49  # fields after a process's name in its stat file
+# Fields after a process's name in its stat file.
+_STATE, _USER, _SYSTEM, _BORN, _EXIT_CODE = 0, 11, 12, 19, 49
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,24 @@ def fate(process: Process, mine: Process) -> tuple[Life, str]:
         code = int(told[_EXIT_CODE]) if len(told) > _EXIT_CODE else 0
         return "dead", _named(code & 0x7F) if code & 0x7F else f"exit code {code >> 8}"
     return ("stopped", "") if told[_STATE] in "Tt" else ("alive", "")
+
+
+def work_done() -> tuple[float, int]:
+    """Return the core seconds, and the bytes read and written, of this process and its children.
+
+    Zeros if the system does not tell.
+    """
+    core_s, num_bytes, pids = 0.0, 0, [os.getpid()]
+    while pids:
+        pid = pids.pop()
+        with suppress(OSError, AttributeError, ValueError):  # one that has ended in the meantime
+            fields = _stat(pid)
+            core_s += (int(fields[_USER]) + int(fields[_SYSTEM])) / os.sysconf("SC_CLK_TCK")
+            for children in Path(_PROCESSES, str(pid), "task").glob("*/children"):
+                pids += map(int, children.read_text().split())
+            lines = Path(_PROCESSES, str(pid), "io").read_text().splitlines()
+            num_bytes += sum(int(line.split()[1]) for line in lines[:2])  # rchar, wchar
+    return core_s, num_bytes
 
 
 def kill_stopped(process: Process, mine: Process) -> bool:

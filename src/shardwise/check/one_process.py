@@ -14,6 +14,7 @@ noise. So gradients closer than four roundings of the largest gradient (root mea
 elements) count as equal for any s. In bf16 that is 3 % of it: check small models in fp32.
 """
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -195,6 +196,7 @@ def check_gradients(
         control = parts.everyone if parts.has_stages or len(stages) > 1 else None
     _take_weights(plain, stages, control)
     rank, num_ranks, degrees = _places(mesh, micro_batches)
+    _compare_batches(batch)
     mine = _rows(batch, rank, num_ranks) if local_batch is None else local_batch(batch)
     loss = loss or _default_loss
     if run is None:
@@ -255,6 +257,23 @@ def _places(mesh: Axes | DeviceMesh | None, micro_batches: int) -> tuple[int, in
     degrees["micro-batches"] = micro_batches
     degrees["all ranks"] = dist.get_world_size()
     return rank, axes.num_ranks, degrees
+
+
+def _compare_batches(batch: Any) -> None:
+    """Raise ConfigError on all ranks if they were given different batches."""
+    digest = hashlib.blake2b(digest_size=8)
+    for value in tree_leaves(batch):
+        if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+            local = value.detach().cpu().contiguous()
+            digest.update(f"{local.dtype} {tuple(local.shape)}".encode())
+            digest.update(local.view(-1).view(torch.uint8).numpy().tobytes())
+    number = int.from_bytes(digest.digest(), "big") % 2**20  # so that the sums are exact
+    total, squares = map(int, all_reduce_scalars([float(number), float(number**2)]))
+    if dist.get_world_size() * squares != total**2:  # equal for equal numbers only
+        raise ConfigError(
+            "batch: the ranks have different batches; give every rank the whole batch, the same on "
+            "all. Each takes its own rows of it, or what local_batch= returns"
+        )
 
 
 _DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")

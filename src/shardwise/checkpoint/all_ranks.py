@@ -116,6 +116,10 @@ def explain(failure: Exception | None) -> str:
         where = f"{failure.filename}: " if failure.filename else ""
         wanted = f". {failure.wanted}" if hasattr(failure, "wanted") else ""
         hint = "; free some space, then save again" if failure.errno in _NO_SPACE else ""
+        if failure.errno in (errno.ENOTDIR, errno.EEXIST):
+            hint = "; a checkpoint is a folder, and there is a file of that name in its path"
+        if failure.errno == errno.ENOENT:
+            hint = "; the path must be the same folder on all ranks"
         return f"{where}{failure.strerror} (errno {failure.errno}){wanted}{hint}"
     if isinstance(failure, ShardwiseError):
         return str(failure)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -36,6 +35,7 @@ from shardwise.checkpoint.save_load import (
     NOTHING,
     Load,
     Loaded,
+    checked_path,
     checked_step,
     collect_on_all_ranks,
     holds_checkpoint,
@@ -154,7 +154,9 @@ class Checkpoints:
                 raise ConfigError(f"{name}={value}: expected 1 or more, or None")
         if copies < 0:
             raise ConfigError(f"copies={copies}: expected the number of further hosts, 0 or more")
-        self.folder = Path(os.path.abspath(folder))  # the process may change its directory
+        self.folder = checked_path(
+            folder, "Checkpoints"
+        )  # absolute, as the process may change its directory
         self._files = files or Files()
         self._model, self._optimizer = model, optimizer
         self._keep = (keep_last, keep_every)

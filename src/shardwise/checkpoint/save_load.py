@@ -92,7 +92,7 @@ def save(
     **Raises** CheckpointError on all ranks, with the rank, the file and the reason. Nothing is left
     on disk then, and training can continue.
     """
-    files, target = Files(), Path(os.path.abspath(path))
+    files, target = Files(), checked_path(path, "save")
     if step is not None:
         target = target / step_name(checked_step(step))
     parts = Parts(model)
@@ -211,7 +211,7 @@ def load(
     not fit; DamagedCheckpoint, naming file and tensor, when its bytes are not those that were saved
     (the model then refuses to run until a load succeeds).
     """
-    files, folder = Files(), Path(os.path.abspath(path))
+    files, folder = Files(), checked_path(path, "load")
     for each in modules_of(model):
         _check_model(each)
     one = Load(files, model, optimizer, extra, strict, cast, restore_generators, progress)
@@ -223,6 +223,16 @@ def load(
     if loaded is None:
         raise CheckpointError(f"{folder}: there is no checkpoint in it")
     return loaded
+
+
+def checked_path(path: object, call: str) -> Path:
+    """Return the absolute path. **Raises** ConfigError for other values, as arguments swapped."""
+    if not isinstance(path, str | os.PathLike):
+        raise ConfigError(
+            f"path: expected a str or Path, got {type(path).__name__}; the path comes first: "
+            f"shardwise.{call}(path, model, optimizer)"
+        )
+    return Path(os.path.abspath(os.fspath(path)))
 
 
 def _check_model(model: object) -> None:

@@ -227,14 +227,19 @@ class GroupControl:
 
     def broadcast(self, data: bytes, source: int = 0) -> bytes:
         """Return the source's bytes; two broadcasts, of the length and of the bytes."""
-        size = torch.tensor([len(data)], device="cpu")
-        with _agreement(self._key):
-            self._group.broadcast(size, source).wait()
+        size, limit = torch.tensor([len(data)], device="cpu"), timedelta(seconds=self._timeout_s)
+
+        def describe_lost(error: RuntimeError) -> str:
+            abort(self._key.group)  # or gloo goes on, and the process cannot exit
+            return fail(self._key, usual_reason(error))
+
+        with _agreement(self._key, describe_lost):
+            self._group.broadcast(size, source).wait(limit)
             buffer = torch.zeros(int(size), dtype=torch.uint8, device="cpu")
             if self.rank == source:
                 buffer.numpy()[:] = memoryview(data)
             if buffer.numel():
-                self._group.broadcast(buffer, source).wait()
+                self._group.broadcast(buffer, source).wait(limit)
         return buffer.numpy().tobytes()
 
 

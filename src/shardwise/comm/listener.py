@@ -7,6 +7,7 @@ listener that finds missing ranks. Without it collectives run the same, and erro
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
     from shardwise.comm.collective_key import CollectiveKey
 
+IDLE_LIMIT_S = 300.0
 _MIN_LIMIT_S = 4.0  # a few looks of the watch
 
 
@@ -51,11 +53,13 @@ class Listener:
 class ProcessWaits:
     """The listener of this process, and the seconds that a wait may last.
 
-    Without ``limit_s`` the timeout of the process group ends waits.
+    Without ``limit_s`` the timeout of the process group ends waits. Until one is set, waits for
+    ranks that do nothing end after ``idle_limit_s``.
     """
 
     def __init__(self) -> None:
         self.limit_s: float | None = None
+        self.idle_limit_s = IDLE_LIMIT_S
         self.attach(Listener)
 
     def attach(self, make: Callable[[], Listener]) -> None:
@@ -76,6 +80,7 @@ class ProcessWaits:
         **Raises** ConfigError, see `checked_timeout`.
         """
         self.limit_s = checked_timeout(hang_timeout)
+        self.idle_limit_s = math.inf
         self.listener.start()
 
     @contextmanager

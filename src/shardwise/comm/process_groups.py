@@ -83,6 +83,14 @@ def timeout_s_of(group: Any) -> float | None:
     return None
 
 
+def has_usual_timeout(group: Any) -> bool:
+    """Tell whether a group has the timeout that torch gives if the program names none."""
+    usual = dist.distributed_c10d.default_pg_timeout
+    if not waits_block(group):
+        usual = getattr(dist.distributed_c10d, "default_pg_nccl_timeout", None) or usual
+    return timeout_s_of(group) == usual.total_seconds()
+
+
 def abort(group: Any) -> bool:
     """Make waits on a group raise, see Note [Aborting a group]; tell whether that is possible."""
     backend = _backend_of(group)

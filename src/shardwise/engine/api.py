@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed._composable_state import _get_module_state
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from shardwise.axes import Axes
@@ -263,6 +263,12 @@ def _check_model(model: nn.Module) -> None:
             where = f"its submodule '{name}'" if name else "it"
             raise ConfigError(
                 f"model: {where} is wrapped in DistributedDataParallel, whose work shard() does; "
+                "pass the module inside, which is its .module"
+            )
+        if isinstance(module, FullyShardedDataParallel):
+            where = f"its submodule '{name}'" if name else "it"
+            raise ConfigError(
+                f"model: {where} is wrapped in FullyShardedDataParallel, whose work shard() does; "
                 "pass the module inside, which is its .module"
             )
     for name, param in model.named_parameters():

@@ -11,12 +11,24 @@ from shardwise.errors import ShardError, StateError
 from shardwise.tensor.shard_tensor import ShardTensor
 
 
+def recorded_once(what: str) -> StateError:
+    """Return the error for ``what``, which records the operations of a model once."""
+    return StateError(
+        f"{what} of a sharded model would record one rank's collectives. Do it with a plain copy, "
+        "on every rank: `with shardwise.gathered(model): plain = copy.deepcopy(model)`"
+    )
+
+
 def refuse_transform(allows: Callable[[Any], bool], frees: bool, where_full: str) -> None:
-    """Raise StateError for a forward pass inside an unsupported transform of torch.func.
+    """Raise StateError for a forward pass inside a trace or an unsupported transform.
 
     ``frees``: the pass is recorded and frees its parameters before backward. ``where_full`` names
     the place where the transform works.
     """
+    if torch._C._get_tracing_state() is not None:
+        raise recorded_once("torch.jit.trace")
+    if torch.compiler.is_exporting():
+        raise recorded_once("torch.export")
     transform: Any = torch._C._functorch.peek_interpreter_stack()
     if transform is None:
         return

@@ -3,9 +3,11 @@
 Note [The rule]
 Once a second a thread publishes this rank's heartbeat, reads those of the ranks that the wait of
 the main thread needs, and ends the wait in two cases: a rank that it needs is gone, or it has
-lasted for the limit of `watch`. Its error has the table of the ranks, see Note [The table]. The
-cause is published with the heartbeat, and ranks that wait for this one pass it on. The wait is
-broken off, see Note [Aborting a group].
+lasted for the limit of `watch`. If `watch` was not called, and the program gave the process group
+no timeout of its own, that is 5 minutes: but a rank that is at work (it compiles, loads or saves)
+is waited for until the timeout of the process group. Its error has the table of the ranks, see Note
+[The table]. The cause is published with the heartbeat, and ranks that wait for this one pass it on.
+The wait is broken off, see Note [Aborting a group].
 
 Note [A rank that has failed]
 A rank whose disk or host memory fails raises, and comes to no collective of its model before a
@@ -51,6 +53,7 @@ from shardwise.comm.process_groups import (
     USUAL_CAUSE,
     abort,
     abort_all,
+    has_usual_timeout,
     timeout_s_of,
     waits_block,
 )
@@ -68,6 +71,7 @@ from shardwise.hangs.heartbeat import (
     ENDED_WELL,
     Heartbeat,
     Heartbeats,
+    Progress,
     WaitRecord,
     line_of,
     lines_of_main,
@@ -87,6 +91,9 @@ _KILL_AFTER_S = 20.0
 def watch(hang_timeout: float | None) -> None:
     """End waits that last ``hang_timeout`` seconds, and name the ranks that are missing.
 
+    Without a call a wait ends after 5 minutes if the missing ranks do nothing, or else at the
+    timeout of the process group, which alone counts if the program gave it one.
+
     It holds for this process and all its models, those of `fully_shard` too, and for the calls of
     torch.distributed that the loop makes itself. Call it on every rank after
     ``init_process_group``. None leaves the end to the timeout of the process group. A rank that is
@@ -103,7 +110,7 @@ class Watch(Listener):
     def __init__(self, look_every_s: float = 1.0, patience_s: float = 30.0) -> None:
         self.look_every_s = look_every_s
         self.patience_s = patience_s
-        self._heard = Heartbeats()
+        self._heard, self._progress = Heartbeats(), Progress()
         self._counts: Counter[str] = Counter()  # of collectives begun, by key
         self._last: CollectiveKey | None = None
         self._failure, self._left, self._follows = "", "", False  # see `Heartbeat`
@@ -129,7 +136,11 @@ class Watch(Listener):
         """Start the threads, if they do not run."""
         if self._threads or not dist.is_initialized():
             return
-        self._pid, self._heard = os.getpid(), Heartbeats()  # of this process: it may be a fork
+        self._pid, self._heard, self._progress = (
+            os.getpid(),
+            Heartbeats(),
+            Progress(),
+        )  # of this process: it may be a fork
         for run in (self._look_regularly, self._look_at_looks):
             self._threads.append(threading.Thread(target=run, name="shardwise-watch", daemon=True))
             self._threads[-1].start()
@@ -225,11 +236,11 @@ class Watch(Listener):
         if table.gone:
             return FAILED + table.describe()
         if not timed_out:
-            return reason
+            never = table.describe_unheard() if reason.startswith((USUAL_CAUSE, "[")) else None
+            return reason if never is None else f"{never} ({_raw(reason)})"
         self._note_stopped(table)
         if reason.startswith((USUAL_CAUSE, "[")):  # the table knows more, and a path of C++ less
-            raw = reason.removeprefix(USUAL_CAUSE).strip(" ()")
-            return f"it has not ended in time: {table.describe()} ({raw})"
+            return f"it has not ended in time: {table.describe()} ({_raw(reason)})"
         return f"{reason}: {table.describe()}"
 
     # The threads that look.
@@ -279,6 +290,7 @@ class Watch(Listener):
         self._heard.look_every_s = self.look_every_s
         if store is self._lost_store:  # each request would print a C++ stack
             return
+        works = self._progress.look()  # also in a wait: the next line may compute
         heartbeat = Heartbeat(
             beat=self._num_begun,
             process=self._heard.process,
@@ -288,6 +300,7 @@ class Watch(Listener):
             failed=self._failure,
             left=self._left,
             follows=self._follows,
+            works=works,
             begun=dict(self._counts) if self._left else {},
         )
         rank, read = dist.get_rank(), set[int]()
@@ -310,9 +323,12 @@ class Watch(Listener):
         """End the wait of the main thread if it cannot end, or is over its limit: the rule."""
         table = Table(self._heard, dist.get_rank(), wait.record())
         limit_s = self._limit_s(wait)
+        is_over = limit_s is not None and wait.waited_s >= limit_s
+        if not is_over and wait.waited_s >= WAITS.idle_limit_s:
+            is_over = has_usual_timeout(wait.key.group) and not table.may_come
         if table.gone:
             self._end(wait, FAILED + table.describe())
-        elif limit_s is not None and wait.waited_s >= limit_s:
+        elif is_over:
             self._note_stopped(table)
             self._end(wait, f"it has not ended in {wait.waited_s:.0f} s: {table.describe()}")
 
@@ -437,6 +453,11 @@ class Watch(Listener):
         cause = FAILED_GROUPS.reason(call.key.group) or self._cause_of(call, reason)
         failed = f"rank {dist.get_rank()}: {call.text} failed"
         return f"{failed}: {self._publish_cause(cause, reason)}"
+
+
+def _raw(reason: str) -> str:
+    """Return the backend's text alone."""
+    return reason.removeprefix(USUAL_CAUSE).strip(" ()")
 
 
 WATCH = Watch()

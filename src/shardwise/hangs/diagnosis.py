@@ -339,6 +339,21 @@ class Table:
         beats = {rank: self._heard.newest(rank) for rank in self.missing}
         return [rank for rank, beat in beats.items() if beat is not None and beat.left]
 
+    def describe_unheard(self) -> str | None:
+        """Return the sentence about ranks that have made no call, and whose connection is over."""
+        ranks = [rank for rank in self.missing if self._heard.newest(rank) is None]
+        never: str = _TEXTS["table"]["never"]
+        return never.format(ranks=name_ranks(ranks)) if ranks else None
+
+    @property
+    def may_come(self) -> bool:
+        """Tell whether a rank that has not come is at work, or has not begun to publish."""
+        beats = {rank: self._heard.newest(rank) for rank in self.missing}
+        return any(
+            beat is None or (beat.works and self._lives[rank][0] == "alive")
+            for rank, beat in beats.items()
+        )
+
     @property
     def stopped(self) -> list[Process]:
         """The processes of this machine that have not come and are stopped."""
@@ -391,6 +406,8 @@ class Table:
             where = beat.where if beat.wait is None else beat.wait.text
         kinds = {"signal 6 ": "abort", "signal ": "known", "exit code ": "exited"}
         death = next((kinds[start] for start in kinds if cause.startswith(start)), "unknown")
+        if not self._waiting[self._rank].number and death in ("unknown", "abort"):
+            death = f"torch_{death}"
         text: str = _TEXTS["ranks"][state].format(
             rank=rank,
             process=beat.process,

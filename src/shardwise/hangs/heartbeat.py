@@ -19,10 +19,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.processes import Life, Process, fate, own_process
+from shardwise.processes import Life, Process, fate, own_process, work_done
 
 ENDED_WELL = "its program is over"
 _SILENT_LOOKS = 4
+_MEASURE_EVERY, _WORKED_LOOKS = 10, 30
+_IDLE_CORE, _IDLE_BYTES = 0.1, 2**20  # less, in the time between two measurements, is no work
 _MAX_LINES_SHOWN = 3
 _SAVES = ("save", "async_save")
 _PACKAGE = str(Path(__file__).parents[1])
@@ -54,7 +56,7 @@ class Heartbeat:
     ``last`` is the collective that it began last, ``where`` are the lines that its main thread is
     in. ``failed`` is the error that it raises, until it begins another collective. ``left`` says
     how its program has ended; then ``begun`` has the number of collectives that it began, by key.
-    ``follows``: another rank's failure is the cause.
+    ``follows``: another rank's failure is the cause. ``works``: see `Progress`.
     """
 
     beat: int
@@ -65,6 +67,7 @@ class Heartbeat:
     failed: str = ""
     left: str = ""
     follows: bool = False
+    works: bool = False
     begun: Mapping[str, int] = field(default_factory=dict)
 
     def has_begun(self, wait: WaitRecord) -> bool:
@@ -85,6 +88,28 @@ class Heartbeat:
         if (wait := values["wait"]) is not None:
             values["wait"] = WaitRecord(**wait | {"ranks": tuple(wait["ranks"])})
         return cls(**values)
+
+
+class Progress:
+    """Whether this process has worked lately: used a core, or read or wrote files.
+
+    Its children count: a compiler's processes, or those that load data.
+    """
+
+    def __init__(self) -> None:
+        self._looks, self._worked_at = 0, -_WORKED_LOOKS
+        self._since_s, self._done = time.monotonic(), work_done()
+
+    def look(self) -> bool:
+        """Return whether it has worked in the last 30 looks. **Cost** files of /proc, 1 in 10."""
+        self._looks += 1
+        if self._looks % _MEASURE_EVERY == 0:
+            before, since_s = self._done, self._since_s
+            self._done, self._since_s = work_done(), time.monotonic()
+            core_share = (self._done[0] - before[0]) / (self._since_s - since_s)
+            if core_share > _IDLE_CORE or self._done[1] - before[1] > _IDLE_BYTES:
+                self._worked_at = self._looks
+        return self._looks - self._worked_at < _WORKED_LOOKS
 
 
 class Heartbeats:

@@ -27,6 +27,7 @@ from torch.distributed._composable.contract import STATE_KEY
 
 from shardwise.comm.collectives import Comm, make_comm
 from shardwise.engine.hooks import forget_hooks, forget_load_check
+from shardwise.engine.misuse import recorded_once
 from shardwise.engine.model import attach_engine, compare_load, note_state
 from shardwise.engine.runtime import Engine
 from shardwise.engine.tree import ATTRIBUTE
@@ -46,6 +47,17 @@ _HINTS = {
     "model itself",
     "join_hook": "torch's Join is for wrappers of its own; for ranks with different numbers of "
     "batches use `for batch, weight in shardwise.parallel.join(model, loader):`",
+    "backward": "call loss.backward()",
+    "clip_grad_norm_": "call shardwise.parallel.clip_grad_norm_(model.parameters(), max_norm)",
+    "get_global_grad_norm": "shardwise.parallel.clip_grad_norm_(...) returns the norm",
+    "load_checkpoint": "call shardwise.load(path, model, optimizer)",
+    "no_sync": "it belongs to the whole model: `with shardwise.accumulate(model, last=False):`",
+    "save_16bit_model": "inside `with shardwise.gathered(model):` the state_dict() is whole",
+    "save_checkpoint": "call shardwise.save(path, model, optimizer)",
+    "set_state_dict_type": "inside `with shardwise.gathered(model):` the state_dict() is whole",
+    "state_dict_type": "inside `with shardwise.gathered(model):` the state_dict() is whole",
+    "step": "call optimizer.step(), then optimizer.zero_grad()",
+    "summon_full_params": "use `with shardwise.gathered(model):`",
 }
 
 
@@ -111,6 +123,19 @@ class ShardedModule(FSDPModule):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Hide the generated subclass from the user's ``__init_subclass__``."""
 
+    def __getattr__(self, name: str) -> Any:
+        """Look up as the module's class does; add a hint to the AttributeError of known names."""
+        try:
+            return super().__getattr__(name)  # type: ignore[misc]
+        except AttributeError as error:
+            if name not in _HINTS:
+                raise
+            raise AttributeError(f"{error}: {_HINTS[name]}", name=name, obj=self) from None
+
+    def __prepare_scriptable__(self) -> Any:
+        """Refuse torch.jit.script, which calls this first."""
+        raise recorded_once("torch.jit.script")
+
     def __copy__(self) -> Any:
         _hide(self)
         return _copy_by_class(self, copy.copy)
@@ -137,15 +162,6 @@ class ShardedModel(ShardedModule):
 
     _orig_cls_mro_index = 5
     __copy__ = None  # type: ignore[assignment]  # refused, as pickling is
-
-    def __getattr__(self, name: str) -> Any:
-        """Look up as the model's class does; add a hint to the AttributeError of known names."""
-        try:
-            return super().__getattr__(name)  # type: ignore[misc]
-        except AttributeError as error:
-            if name not in _HINTS:
-                raise
-            raise AttributeError(f"{error}: {_HINTS[name]}", name=name, obj=self) from None
 
     def __deepcopy__(self, memo: Memo) -> Any:
         """Copy the sharded model, on every rank; inside `gathered` the copy is a plain model."""

@@ -202,7 +202,10 @@ class TrainConfig(StepKeys):
         True, "Run", "keep figures of all steps and ranks, timelines and memory in output/observed"
     )
     hang_timeout: float | None = key(
-        None, "Run", "seconds that a wait for other ranks may last; unset: the group's own", ge=4
+        None,
+        "Run",
+        "seconds that a wait for other ranks may last; unset: 5 minutes, longer for one at work",
+        ge=4,
     )
     ranks: int | None = key(
         None, "Run", "local ranks to launch; under torchrun its own count is used", gt=0

@@ -38,6 +38,13 @@ INTERRUPTED = 130
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 _SHUTDOWN_TIMEOUT_S = 120
 _LINGER_S = 3
+_CRASHES = {
+    "SIGSEGV": "native code read memory that is not its own",
+    "SIGBUS": "a mapped file or shared memory is shorter than it was",
+    "SIGABRT": "native code has ended the process, as gloo does for a message of another size",
+    "SIGILL": "native code is built for another processor",
+    "SIGFPE": "native code divided by zero",
+}
 
 
 @dataclass(frozen=True)
@@ -120,6 +127,18 @@ def leave(place: RankPlace, rank: int) -> bool:
     return is_here
 
 
+def describe_signal(number: int) -> str:
+    """Return how a process has ended by a signal, as the end of a sentence."""
+    try:
+        name = signal.Signals(number).name
+    except ValueError:  # of real-time signals two have names
+        return f"was killed by signal {number}"
+    if name in _CRASHES:
+        return f"crashed with {name} ({_CRASHES[name]})"
+    hint = " (often: the machine ran out of memory, or the rank was frozen)"
+    return f"was killed by {name}{hint if name == 'SIGKILL' else ''}"
+
+
 def launch_local_ranks(arguments: Sequence[str], num_ranks: int, max_restarts: int = 0) -> int:
     """Run `python -m shardwise <arguments>` as local ranks and wait for them.
 
@@ -161,9 +180,7 @@ def launch_local_ranks(arguments: Sequence[str], num_ranks: int, max_restarts: i
             rank, failure = error.get_first_failure()
             code: int = failure.exitcode
             if code < 0:
-                name = signal.Signals(-code).name
-                hint = " (often: the machine ran out of memory)" if name == "SIGKILL" else ""
-                said = f"was killed by {name}{hint}; the other ranks were ended"
+                said = f"{describe_signal(-code)}; the other ranks were ended"
             else:
                 said = f"ended with exit code {code}; its own message is above"
             if code != INTERRUPTED:

@@ -1,0 +1,157 @@
+"""Calls of other libraries and swapped arguments: each error names what to write instead."""
+
+import copy
+import os
+import signal
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+import shardwise
+from ranks import on_ranks, run_ranks
+from shardwise.errors import CheckpointError, CollectiveError, ConfigError, StateError
+from shardwise.processes import fate, own_process
+from shardwise.train.launch import describe_signal
+from test_hangs import beats, process_of, record, table_of
+
+
+def small():
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+
+
+def sharded(stage=3):
+    return shardwise.shard(small(), stage=stage, units=[nn.Linear])
+
+
+INSTEAD = {
+    "backward": "loss.backward()",
+    "clip_grad_norm_": "shardwise.parallel.clip_grad_norm_(model.parameters()",
+    "load_checkpoint": "shardwise.load(path",
+    "save_checkpoint": "shardwise.save(path",
+    "step": "optimizer.step()",
+    "summon_full_params": "shardwise.gathered(model)",
+}
+
+
+@on_ranks(1)
+def test_methods_of_other_libraries_name_what_to_write_instead(rank, world_size):
+    model = sharded()
+    for module in (model, model[0]):
+        for name, instead in INSTEAD.items():
+            assert not hasattr(module, name)
+            with pytest.raises(AttributeError) as caught:
+                getattr(module, name)
+            assert f"no attribute '{name}': " in str(caught.value) and instead in str(caught.value)
+    with pytest.raises(AttributeError, match="accumulate"):
+        model[0].no_sync  # noqa: B018
+    with pytest.raises(AttributeError, match=r"no attribute 'unknown'$"):
+        model.unknown  # noqa: B018
+
+
+@on_ranks(1, 2, fresh=True)
+def test_a_capture_is_refused_and_the_model_runs_on_as_the_plain_copy_is_captured(rank, world_size):
+    model, x = sharded(), torch.ones(2, 4)
+    warnings.simplefilter("ignore", DeprecationWarning)  # torch's, of torch.jit
+    captures = {
+        "torch.jit.trace": lambda model: torch.jit.trace(model, x),
+        "torch.export": lambda model: torch.export.export(model, (x,)).module(),
+        "torch.jit.script": torch.jit.script,
+    }
+    for name, capture in captures.items():
+        with pytest.raises(StateError, match=f"^{name} of a sharded model.*shardwise.gathered"):
+            capture(model)
+        out = model(x)
+        out.sum().backward()
+        with shardwise.gathered(model):
+            plain = copy.deepcopy(model)
+        assert torch.equal(capture(plain)(x), out), name
+
+
+@on_ranks(1)
+def test_a_model_wrapped_by_fsdp1_is_refused(rank, world_size):
+    wrapped = FullyShardedDataParallel.__new__(FullyShardedDataParallel)  # it asks for a device
+    nn.Module.__init__(wrapped)
+    wrapped.inner = nn.Linear(2, 2)
+    for model in (wrapped, nn.Sequential(wrapped)):
+        with pytest.raises(ConfigError, match="wrapped in FullyShardedDataParallel"):
+            shardwise.shard(model)
+
+
+@on_ranks(1, 2)
+def test_paths_that_are_models_or_files_are_clear(rank, world_size, tmp_path):
+    model, file = sharded(), tmp_path / "file"
+    file.touch()
+    for call in (shardwise.save, shardwise.load, shardwise.Checkpoints):
+        with pytest.raises(ConfigError, match=r"got Sequential; the path comes first: shardwise\."):
+            call(model, file)
+    for call in (
+        lambda: shardwise.save(file / "step", model),
+        lambda: shardwise.load(file, model),
+        lambda: shardwise.Checkpoints(file, model),
+    ):
+        with pytest.raises(CheckpointError, match="a checkpoint is a folder, and there is a file"):
+            call()
+    if world_size > 1:
+        with pytest.raises(CheckpointError, match="must be the same folder on all ranks"):
+            shardwise.save(tmp_path / str(rank), model)
+    shardwise.save(tmp_path / "whole", model)
+
+
+@on_ranks(2)
+def test_gradients_of_own_batches_are_refused_by_what_differs(rank, world_size):
+    def make():
+        torch.manual_seed(0)
+        return small()
+
+    batch = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
+    shardwise.check.gradients(make, (batch,))
+    with pytest.raises(ConfigError, match="the ranks have different batches; give every rank the"):
+        shardwise.check.gradients(make, (batch + rank,))
+
+
+def shard_alone(rank, world_size):
+    if rank:
+        return ""
+    with pytest.raises(CollectiveError) as caught:
+        shardwise.shard(small())
+    return str(caught.value)
+
+
+def test_a_rank_that_shards_alone_reads_that_the_other_made_no_call():
+    text = run_ranks(shard_alone, 2, fresh=True)[0]
+    assert "rank 1 closed the connection and made no call of Shardwise" in text, text
+
+
+# -- how a process has ended
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("os._exit(3)", "it ended with exit code 3 and no error in Python"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "ended by signal 11 (SIGSEGV)"),
+        ("os.kill(os.getpid(), signal.SIGABRT)", "gloo does to a rank that is sent more"),
+    ],
+)
+def test_a_rank_that_has_ended_is_described_by_its_exit_code_or_signal(code, said):
+    code = f"import os, signal; os.read(0, 1); {code}"
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
+    process = process_of(child.pid, own_process())
+    child.stdin.close()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert fate(process, own_process())[0] == "dead"
+    assert said in table_of(record(), _1=beats(process=process)).describe()
+    torch_call = table_of(record(number=0), _1=beats(process=process)).describe()
+    assert ("another shape or dtype" in torch_call) is ("SIGABRT" in code)
+    child.wait()
+    assert "SIGABRT" in table_of(record(number=0), _1=beats(process=process)).describe()
+
+
+def test_signals_of_ranks_are_told_apart():
+    assert "crashed with SIGSEGV" in describe_signal(signal.SIGSEGV)
+    assert "ran out of memory" in describe_signal(signal.SIGKILL)
+    assert describe_signal(signal.SIGTERM) == "was killed by SIGTERM"
+    assert describe_signal(40) == "was killed by signal 40"
