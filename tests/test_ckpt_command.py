@@ -4,6 +4,8 @@ import datetime
 import io
 import json
 import os
+import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +31,9 @@ from shardwise.cli.facts import checkpoint_facts, run_facts
 from shardwise.cli.main import app
 from shardwise.cli.tables import show_checkpoint, show_run
 from shardwise.convert.deepspeed import open_deepspeed
+from shardwise.convert.detect import open_any
 from shardwise.convert.importing import import_source
+from shardwise.errors import ConfigError
 
 FILES = Files()
 NEWEST = "step-00000003"
@@ -476,9 +480,31 @@ def test_errors_of_the_machine_are_messages_too(tmp_path, monkeypatch, error, pa
 # -- the process ----------------------------------------------------------------------------------
 
 
-def test_inspect_and_verify_import_no_torch_and_show_no_bar_in_a_pipe(run):
+def test_inspect_imports_no_torch_and_shows_no_bar_in_a_pipe(run):
     inspects = ["inspect", run], ["inspect", run / NEWEST, "--all"]
-    lines = [["--help"], *inspects, ["verify", run], ["verify", run, "--json"]]
+    lines = [["--help"], *inspects]
     output, modules = run_alone(*(["ckpt", *line] for line in lines))
     assert all(name in output for name in ("inspect", "verify", "export", "import"))
     assert not modules & {"torch", "numpy"}
+
+
+@pytest.mark.parametrize("line", [["report"], ["doctor"], ["plan"]])
+def test_a_path_that_is_too_long_is_one_line(line):
+    done = subprocess.run(
+        [sys.executable, "-m", "shardwise", *line, "a" * 5000], capture_output=True, text=True
+    )
+    assert done.returncode and len(done.stderr.splitlines()) == 1 and len(done.stderr) < 300
+    assert "each part of a path has at most 255" in done.stderr
+
+
+@pytest.mark.parametrize("options", [{}, {"name": "hf"}, {"name": "dcp"}])
+@pytest.mark.parametrize("given", ["", "actor", "actor/model_world_size_8_rank_0.pt"])
+def test_files_of_verl_are_refused_by_name_with_the_command_that_joins_them(
+    tmp_path, given, options
+):
+    (tmp_path / "actor").mkdir()
+    for name in ("model_world_size_8_rank_0.pt", "extra_state_world_size_8_rank_0.pt"):
+        (tmp_path / "actor" / name).write_bytes(b"")
+    match = "model_world_size_8_rank_0.pt|extra_.*verl.model_merger merge .*--local_dir .*actor "
+    with pytest.raises(ConfigError, match=match):
+        open_any(tmp_path / given, **options)

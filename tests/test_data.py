@@ -217,6 +217,18 @@ def test_windows_start_at_multiples_with_targets_ahead_and_span_no_files(files):
         ("float.npy", np.zeros(4), "expected one row of integers, got float64"),
         ("square.npy", np.zeros((4, 4), dtype=int), r"got int64 \[4, 4\]"),
         ("short.npy", np.zeros(4, dtype=int), "4 tokens are no window of seq 4"),
+        ("huge.npy", b"\x93NUMPY\x02\0\xff\xff\xff\x7f{", "a header of 2147483647 bytes"),
+        ("zip.npy", b"PK\x03\x04" + bytes(99), "expected what numpy.save"),
+        ("cut.npy", b"\x93NUMPY\x01\0\x76\0{'descr'", "its header is damaged, or it was cut short"),
+        ("deep.npy", b"\x93NUMPY\x01\0\xe8\x03" + b"(" * 1000, "its header is damaged"),
+        (
+            "claim.npy",
+            b"\x93NUMPY\x01\0\x44\0"
+            + b"{'descr': '<u2', 'fortran_order': False, 'shape': (9"
+            + b"9" * 10
+            + b",)}\n",
+            "its header is damaged, or it was cut short",
+        ),
     ],
 )
 def test_a_file_that_is_no_row_of_tokens_is_named(tmp_path, name, content, message):

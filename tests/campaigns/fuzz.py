@@ -1,10 +1,11 @@
-"""Fuzz the parsers of checkpoints: manifests, indexes, headers of files, JSON and values.
+"""Fuzz the parsers of checkpoints (manifests, indexes, headers, JSON, values), tokens and text.
 
     python tests/campaigns/fuzz.py [--trials N] [--seconds S] [--seed N] [--replay FILE]
 
-Half of the trials change bytes, half change the JSON tree and make all digests right again. Only
-CheckpointError may come out, within a second of processor time and 64 MiB of memory. The first
-violation is written to a file, which --replay runs again, and the exit code is 1.
+Half of the trials change bytes, half change the JSON tree and make all digests right again; files
+of tokens and of text have bytes alone. Only CheckpointError and ConfigError may come out, within a
+second of processor time and 64 MiB of memory. The first violation is written to a file, which
+--replay runs again, and the exit code is 1.
 
 Each trial is drawn from its own number and the seed, so that a trial is the same whatever ran
 before it.
@@ -13,12 +14,15 @@ before it.
 from __future__ import annotations
 
 import argparse
+import atexit
 import base64
 import contextlib
+import io
 import json
 import os
 import random
 import resource
+import shutil
 import signal
 import sys
 import tempfile
@@ -28,6 +32,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from shardwise.checkpoint.container import (
@@ -48,8 +53,10 @@ from shardwise.checkpoint.manifest import (
 )
 from shardwise.checkpoint.read import optimizer_info
 from shardwise.checkpoint.values import decode, encode
-from shardwise.errors import CheckpointError
+from shardwise.data.tokens import TokenFiles
+from shardwise.errors import CheckpointError, ConfigError
 from shardwise.strict_json import dumps, loads
+from shardwise.train.text import read_texts
 
 MIB = 1 << 20
 OVER_BYTES = 64 * MIB
@@ -189,6 +196,31 @@ def run_values(data):
     encode(decode(loads(data, "values"), _tensor), "values")
 
 
+FILES = Path(tempfile.mkdtemp(prefix="fuzz-"))
+atexit.register(shutil.rmtree, FILES, ignore_errors=True)
+
+
+def run_tokens(data):
+    path = FILES / "tokens.npy"
+    path.write_bytes(data)
+    files = TokenFiles([path], 4)
+    for window in {0, len(files) - 1}:
+        files[window]
+
+
+def run_text(data):
+    for name in ("text.jsonl", "text.txt"):
+        (FILES / name).write_bytes(data)
+        for _ in read_texts(FILES / name):
+            pass
+
+
+def good_tokens():
+    out = io.BytesIO()
+    np.save(out, np.arange(99, dtype=np.uint16))
+    return out.getvalue()
+
+
 def reseal(data):
     body = data.rstrip()
     body = body[:-1] if body.endswith(b"}") else body
@@ -203,7 +235,10 @@ KINDS = {
     "header": (run_header, good_header(), False, 4),
     "json": (run_json, dumps(good_values()), False, 1),
     "values": (run_values, dumps(good_values()), False, 4),
+    "tokens": (run_tokens, good_tokens(), False, 2),
+    "text": (run_text, b'{"text": "one"}\n{"text": "\xc3\xa9"}\n', False, 1),
 }
+BYTES_ALONE = ("tokens", "text")
 
 # -- mutations
 
@@ -306,6 +341,7 @@ def mutate_bytes(data, draw):
 TREES = {
     name: json.loads(data.rpartition(SEAL)[0] + b"}" if is_sealed else data)
     for name, (_, data, is_sealed, _) in KINDS.items()
+    if name not in BYTES_ALONE
 }
 TEXTS = {name: json.dumps(tree) for name, tree in TREES.items()}
 NAMES = [name for name, (_, _, _, share) in KINDS.items() for _ in range(share)]
@@ -316,7 +352,7 @@ def make(seed, number):
     draw = random.Random(f"{seed}/{number}")
     name = draw.choice(NAMES)
     _, good, is_sealed, _ = KINDS[name]
-    if draw.random() < 0.5:
+    if draw.random() < 0.5 or name in BYTES_ALONE:
         data = mutate_bytes(good.rpartition(SEAL)[0] + b"}" if is_sealed else good, draw)
         if is_sealed:
             if draw.random() < 0.1:
@@ -352,7 +388,7 @@ def run_one(name, data):
     try:
         KINDS[name][0](data)
         return "accepted", ""
-    except CheckpointError as error:
+    except (CheckpointError, ConfigError) as error:
         return type(error).__name__, ""
     except (Exception, Slow) as error:
         return "VIOLATION", "".join(traceback.format_exception(error, limit=-6))

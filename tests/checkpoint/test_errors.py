@@ -27,9 +27,12 @@ from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.folder import step_name
 from shardwise.checkpoint.manifest import MANIFEST
 from shardwise.checkpoint.save_load import Load
+from shardwise.checkpoint.source import TensorInfo
+from shardwise.checkpoint.state import _row_of
 from shardwise.checkpoint.write import write_checkpoint
 from shardwise.engine.api import engine_of
 from shardwise.errors import CheckpointError, StateError
+from shardwise.layout.boxes import full_region
 from stamped import build, count, save_each, stamp
 from tables import (
     NONCE,
@@ -280,3 +283,11 @@ def test_a_file_that_cannot_be_read_is_damage_and_the_older_checkpoint_is_taken(
     assert len(same_on_all_ranks(skipped)) == 3
     for text, number in zip(skipped, (errno.EIO, errno.EACCES, errno.EACCES), strict=True):
         assert f"(errno {number})" in text and "step-00000002" in text
+
+
+def test_a_name_that_is_too_long_is_told_in_one_short_line():
+    info = TensorInfo("param", "a" * 5000, "F32", (2,), "")
+    said = r"aaa.*at most 4096 characters as its name; it has 5000"
+    with pytest.raises(CheckpointError, match=said) as caught:
+        _row_of(info, full_region((2,)))
+    assert len(str(caught.value)) < 200

@@ -3,10 +3,12 @@
 import errno
 import json
 import re
+from contextlib import closing
 from functools import cache
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,14 +16,17 @@ from disk import Fault, FaultyFiles, Watched
 from hostile import sealed
 from shardwise.checkpoint.container import digest_of
 from shardwise.checkpoint.files import Files
+from shardwise.checkpoint.generators import check_generators
 from shardwise.checkpoint.manifest import (
     MANIFEST,
     Manifest,
     TensorRow,
     file_name,
     index_name,
+    parse_manifest,
     unseal,
 )
+from shardwise.checkpoint.read import Checkpoint
 from shardwise.checkpoint.verify import check_quickly, verify
 from shardwise.checkpoint.write import Part, write_checkpoint
 from shardwise.comm.control import SoloControl
@@ -303,6 +308,29 @@ def test_an_index_that_lies_under_a_right_seal_is_found(folder, edit, part):
     forge(folder, edit)
     verified = verify(FILES, folder)
     assert part in " | ".join(map(str, verified.findings))
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda values: values.update(extra=[]),
+        lambda values: values.update(modules={"a": {"$": "no such tag"}}),
+        lambda values: values.update(modules={"a": {"$": "tensor", "of": "elsewhere"}}),
+        lambda values: values["extra"].clear(),
+        lambda values: values.update(generators={"cpu": "AAAA"}),
+    ],
+)
+def test_values_that_a_load_refuses_are_found(folder, edit):
+    forge(folder, lambda index: edit(index["values"]))
+    (finding,) = verify(FILES, folder).findings
+    assert finding.file == index_name(0)
+    with pytest.raises(CheckpointError), closing(checkpoint_of(folder)) as checkpoint:
+        check_generators(checkpoint.values_of(0)["generators"], torch.device("cpu"))
+
+
+def checkpoint_of(folder):
+    manifest = parse_manifest((folder / MANIFEST).read_bytes(), "")
+    return Checkpoint(FILES, folder, manifest)
 
 
 @pytest.mark.parametrize(

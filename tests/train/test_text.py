@@ -38,7 +38,7 @@ def test_a_stream_is_the_documents_with_a_zero_after_each(tmp_path):
     (tmp_path / "text" / "b.txt").write_text("BB")
     (tmp_path / "text" / "a.txt").write_text("A")
     (tmp_path / "text" / "picture.bin").write_bytes(b"\0\1\2")
-    (tmp_path / "text" / "latin.txt").write_bytes(b"\xe9t\xe9")
+    (tmp_path / "text" / "latin.dat").write_bytes(b"\xe9t\xe9")
     (tmp_path / "text" / ".hidden").write_text("no")
     write_stream(find_documents(tmp_path / "text"), BYTES, tmp_path / "run")
     files, entropy = open_stream(tmp_path / "run", seq=1)
@@ -89,6 +89,22 @@ def test_a_bad_line_of_jsonl_is_named(tmp_path, line):
     path.write_text('{"text": "fine"}\n' + line + "\n")
     with pytest.raises(ConfigError, match=r"a\.jsonl line 2: expected an object"):
         list(read_texts(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", "naïve".encode("utf-16"), r"a\.txt is not UTF-8 text .*UTF-16.*iconv -f UTF-16"),
+        ("a.txt", "naïve".encode("latin-1"), r"a\.txt is not UTF-8 text \(at byte 2\).*iconv"),
+        ("a.md", b"a\0b", r"a\.md is not UTF-8 text \(it has a zero byte at 1\)"),
+        ("a.jsonl", '{"text": "a"}'.encode("utf-16"), r"a\.jsonl line 1 is not UTF-8 text.*UTF-16"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "\xe9"}\n', r"a\.jsonl line 2 is not UTF-8 text"),
+    ],
+)
+def test_a_text_file_that_is_not_utf8_is_named_with_what_to_do(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        write_stream([tmp_path / name], BYTES, tmp_path / "run")
 
 
 def test_the_standard_library_is_found_without_packages_and_tests():

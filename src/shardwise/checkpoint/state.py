@@ -12,11 +12,13 @@ at another stage: replicas are written once, by all ranks together.
 """
 
 import re
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 import torch
+from pydantic import ValidationError
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -284,7 +286,7 @@ class _Tensors:
         kind: Kind = "optimizer" if state else "param"
         shape = part.cut.shape if param.has_storage else cut.piece.shape
         info = TensorInfo(kind, name, dtype_name(data.dtype, name), shape, state)
-        row = TensorRow.of_piece(info, cut.piece, cut.layout, cut.index)
+        row = _row_of(info, cut.piece, cut.layout, cut.index)
         self.sharded.append(Item(row, data, cut.lo))
 
     def _cut_of(self, param: ShardedParam, of: Cut) -> _Cut:
@@ -324,11 +326,24 @@ class _Tensors:
         return self._ranks[id(comm)]
 
 
+def _row_of(
+    info: TensorInfo, piece: Region, layout: int | None = None, index: int | None = None
+) -> TensorRow:
+    try:
+        return TensorRow.of_piece(info, piece, layout, index)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise CheckpointError(
+            f"tensor {reprlib.repr(info.key)} cannot be saved: {first['msg']} as its "
+            f"{'.'.join(map(str, first['loc'])) or 'row'}; it has {len(info.name)}"
+        ) from None
+
+
 def _uncut(kind: Kind, name: str, tensor: torch.Tensor, state: str = "") -> Item:
     info = TensorInfo(kind, name, "", tuple(tensor.shape), state)
     local, piece = local_piece(tensor, info.key)
     info = TensorInfo(kind, name, dtype_name(local.dtype, info.key), info.shape, state)
-    return Item(TensorRow.of_piece(info, piece), local.detach().contiguous().reshape(-1))
+    return Item(_row_of(info, piece), local.detach().contiguous().reshape(-1))
 
 
 def local_piece(tensor: torch.Tensor, name: str) -> tuple[torch.Tensor, Region]:

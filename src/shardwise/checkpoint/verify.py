@@ -8,7 +8,8 @@ end of the file, so the header's digest and those of the chunks cover the whole 
 description of its tensors is compared with the manifest, so any safetensors reader gets the same
 tensors as we do.
 
-This needs neither torch nor other ranks: it runs anywhere, on any user's checkpoint.
+This needs no other ranks: it runs anywhere, on any user's checkpoint. Torch is imported at the end
+of a check of every byte, to decode the values as a load does.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -224,6 +225,8 @@ class _Check:
                 index, *others = names_of_rank(rank, row)
                 expected |= {index, *others}
                 self._check_rank(checkpoint, rank, others)
+            if not self.findings:
+                self._check_values(checkpoint, manifest)
         self.num_files += len(checkpoint.opened)
         for name in names:
             if is_ours(name) and name not in expected:
@@ -254,6 +257,24 @@ class _Check:
                 self._found(name, "", error)
             for each in tensors:
                 self._check_tensor(checkpoint, list(chunks_in(each)))
+
+    def _check_values(self, checkpoint: Checkpoint, manifest: Manifest) -> None:
+        """Decode the values of all ranks and of the optimizer: a load refuses what is not right."""
+        import torch
+
+        from shardwise.checkpoint.generators import check_generators
+
+        for rank in range(manifest.num_ranks):
+            try:
+                generators = checkpoint.values_of(rank)["generators"]
+                if generators:
+                    check_generators(generators, torch.device("cpu"))
+            except (OSError, CheckpointError) as error:
+                self._found(index_name(rank), "", error)
+        try:
+            _ = checkpoint.optimizer
+        except (OSError, CheckpointError) as error:
+            self._found(MANIFEST, "", error)
 
     def _check_tensor(self, checkpoint: Checkpoint, chunks: Sequence[Chunk]) -> None:
         """Check a tensor chunk by chunk."""

@@ -1,5 +1,8 @@
 """The commands of `shardwise`; the file of a command is imported when it is called."""
 
+import errno
+import reprlib
+import sys
 import warnings
 from importlib import import_module
 from typing import Annotated, Any
@@ -87,4 +90,15 @@ def main() -> None:
     """Run the command line of this process."""
     plain = warnings.formatwarning
     warnings.formatwarning = lambda *about: terminal.escaped(plain(*about))
-    app()
+    try:
+        app()
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        name = str(error.filename)
+        typer.echo(
+            f"shardwise: {reprlib.repr(name)} is no path: it has {len(name)} characters, and each "
+            "part of a path has at most 255",
+            err=True,
+        )
+        sys.exit(2)

@@ -1,6 +1,7 @@
 """Open another system's checkpoint: the names of its files show its format."""
 
 import re
+from contextlib import suppress
 from pathlib import Path
 
 from shardwise.convert.dcp import open_dcp
@@ -17,6 +18,7 @@ _FOLDERS = {
     "dcp": r"\.metadata|.*\.distcp",
     "deepspeed": r"latest|global_step\d+|(zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt",
 }
+_VERL = re.compile(r"(model|optim|extra_state)_world_size_\d+_rank_\d+\.pt")
 _FILES = _FOLDERS | {"hf": r".*\.(safetensors|json)"}
 
 
@@ -32,12 +34,29 @@ def open_any(
     **Raises** ConfigError when the format is not clear, when it is Shardwise's own, or when it has
     no tags; CheckpointError when the checkpoint is damaged, or not of this format.
     """
+    _refuse_verl(path)
     found = name or _format_of(path)
     if tag is not None and found != "deepspeed":
         raise ConfigError(f"a tag (--tag) is for DeepSpeed; {path} is {FORMATS[found]}")
     if found == "hf":
         return found, open_huggingface(path)
     return found, open_dcp(path) if found == "dcp" else open_deepspeed(path, tag)
+
+
+def _refuse_verl(path: Path) -> None:
+    """Refuse the files that verl writes for each rank of its FSDP workers."""
+    found = [path] if _VERL.fullmatch(path.name) else []
+    with suppress(OSError):
+        files = sorted(p for pattern in ("*.pt", "*/*.pt") for p in path.glob(pattern))
+        found += [p for p in files if _VERL.fullmatch(p.name)]
+    if found:
+        home = found[0].parent
+        raise ConfigError(
+            f"{home} has the files of ranks that verl writes ({found[0].name}), pickles of "
+            "DTensors. Let verl join them: `python -m verl.model_merger merge --backend fsdp "
+            f"--local_dir {home} --target_dir merged`, then import `merged` (--from hf). That has "
+            "the weights; the optimizer stays in verl's files"
+        )
 
 
 def _format_of(path: Path) -> str:

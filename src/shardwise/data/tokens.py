@@ -1,5 +1,6 @@
 """Files of tokens, mapped and cut into windows."""
 
+import reprlib
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
@@ -11,6 +12,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from shardwise.errors import ConfigError
+
+_MAX_HEADER_BYTES = 1000  # one row of integers has 118
+_SHOWN_CHARS = 300
 
 
 class TokenFiles(Dataset[tuple[Tensor, Tensor]]):
@@ -73,18 +77,41 @@ class TokenFiles(Dataset[tuple[Tensor, Tensor]]):
 
 def _map_row(path: Path, dtype: np.dtype | str | None) -> np.ndarray:
     try:
+        if not path.is_file():  # a pipe would wait for a writer
+            raise ValueError("there is no such file" if not path.exists() else "it is no file")
         if path.suffix == ".npy":
-            row = np.load(path, mmap_mode="r", allow_pickle=False)
+            row = _map_npy(path)
         elif dtype is None:
             raise ValueError("a raw file needs dtype=, such as 'uint16'")
         elif path.stat().st_size % np.dtype(dtype).itemsize:
             raise ValueError(f"{path.stat().st_size} bytes are no whole number of {dtype}")
         else:
             row = np.memmap(path, dtype=dtype, mode="r")
-    except (OSError, ValueError, TypeError, EOFError) as error:
-        raise ConfigError(f"{path}: no token file: {error}") from None
+    except Exception as error:  # numpy parses a header with Python's parser, which raises anything
+        shown_path = reprlib.repr(str(path)) if len(str(path)) > _SHOWN_CHARS else path
+        raise ConfigError(f"{shown_path}: no token file: {str(error)[:_SHOWN_CHARS]}") from None
     if row.ndim != 1 or row.dtype.kind not in "iu":
         raise ConfigError(
             f"{path}: expected one row of integers, got {row.dtype} {list(row.shape)}"
         )
     return row
+
+
+def _map_npy(path: Path) -> np.ndarray:
+    """Map a file of numpy.save. **Raises** ValueError or another error if it is none."""
+    with path.open("rb") as file:
+        head = file.read(12)
+    size = int.from_bytes(head[8:10] if head[6:7] == b"\x01" else head[8:12], "little")
+    if head[:6] != b"\x93NUMPY" or size > _MAX_HEADER_BYTES:
+        raise ValueError(
+            "expected what numpy.save(path, tokens) writes, with tokens one row of integers, and "
+            f"got a file that begins with {head[:8]!r}"
+            + (f" and claims a header of {size} bytes" if head[:6] == b"\x93NUMPY" else "")
+        )
+    try:
+        return np.lib.format.open_memmap(path, mode="r")
+    except Exception as error:
+        raise ValueError(
+            f"its header is damaged, or it was cut short ({type(error).__name__} "
+            f"{str(error)[:_SHOWN_CHARS]}); write it again with numpy.save(path, tokens)"
+        ) from None

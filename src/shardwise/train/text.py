@@ -7,11 +7,11 @@ mapped as they are. Sample `index` of the global batch of `step` is one window, 
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from shardwise.data.tokens import TokenFiles
 
+_TEXTS = (".txt", ".text", ".md")  # a file of these is text, or a mistake
 _COUNTED = 1 << 24  # tokens of files that were tokenized elsewhere
 _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
 
@@ -108,29 +109,49 @@ def find_documents(data: Path | None) -> list[Path]:
 def read_texts(path: Path) -> Iterator[str]:
     """Yield the texts of a file: one per line of a `.jsonl` (field `text`), else the whole file.
 
-    A file that is not UTF-8, or holds a zero byte, yields nothing.
+    A file that is not UTF-8, or holds a zero byte, yields nothing, unless its name says that it is
+    text.
 
-    **Raises** ConfigError if a line of a `.jsonl` is not an object with a string `text`.
+    **Raises** ConfigError if a line of a `.jsonl` is not an object with a string `text`, and if a
+    `.jsonl`, `.txt` or `.md` is not UTF-8.
     """
     if path.suffix != ".jsonl":
         content = path.read_bytes()
-        with suppress(UnicodeDecodeError):
-            if b"\0" not in content:
-                yield content.decode("utf-8")
+        try:
+            if b"\0" in content:
+                raise ValueError(f"it has a zero byte at {content.index(0)}")
+            yield content.decode("utf-8")
+        except ValueError as error:
+            if path.suffix.lower() in _TEXTS:
+                raise ConfigError(f"data: {path} {_not_utf8(content[:2], error)}") from None
         return
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             try:
-                record = json.loads(line)
+                record = json.loads(line.decode("utf-8"))
                 if not isinstance(record, dict) or not isinstance(record.get("text"), str):
                     raise TypeError(f"got {shown(record)}")
                 yield record["text"]
+            except UnicodeDecodeError as error:
+                why = _not_utf8(line[:2] if number == 1 else b"", error)
+                raise ConfigError(f"data: {path} line {number} {why}") from None
             except (ValueError, TypeError, RecursionError) as error:
                 raise ConfigError(
                     f"data: {path} line {number}: expected an object with a string `text`: {error}"
                 ) from None
+
+
+def _not_utf8(begin: bytes, error: ValueError) -> str:
+    """Describe bytes that are not UTF-8, and what to do."""
+    what = f"at byte {error.start}" if isinstance(error, UnicodeDecodeError) else str(error)
+    known = "UTF-16" if begin in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "ISO-8859-1"
+    looks = "and looks like UTF-16" if known == "UTF-16" else "perhaps ISO-8859-1 or Windows-1252"
+    return (
+        f"is not UTF-8 text ({what}), {looks}. Convert it, as with `iconv -f {known} -t UTF-8`, or "
+        "take it away"
+    )
 
 
 def write_stream(documents: Sequence[Path], tokenizer: Tokenizer, folder: Path) -> None:
