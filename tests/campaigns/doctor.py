@@ -20,12 +20,11 @@ sys.path[:0] = [str(HERE), str(HERE / "monitor"), str(HERE.parent / "examples")]
 
 import ranks  # noqa: E402 - found through the line above
 from faults import FAULTS, HEALTHY, train  # noqa: E402
-from training_faults import TRAINING_FAULTS, TRAINING_HEALTHY  # noqa: E402
 from shardwise.monitor import metrics as m  # noqa: E402
 from shardwise.monitor.doctor import diagnose  # noqa: E402
 from shardwise.monitor.doctor.evidence import Evidence  # noqa: E402
 from shardwise.monitor.record import read_run  # noqa: E402
-
+from training_faults import TRAINING_FAULTS, TRAINING_HEALTHY  # noqa: E402
 
 GROUPS = (
     ("fault", FAULTS | TRAINING_FAULTS),
