@@ -25,7 +25,7 @@ _SLOW_RATE, _MIN_AXIS_MIB = 0.3, 1.0
 _SLOW_LINK, _TIMES_OTHERS, _LINK_LINES = 0.1, 3.0, 0.6
 _SKEW = 0.1  # of the step
 _CORE_NOISE = 0.3  # of the waits for a core
-_LATE_STEPS = 12  # at least, before a rank is late in some of them
+_LATE_STEPS = 12  # at least, before a rank may be late in fewer than half of them
 _LATE_LINES, _LATE_SHARE = 3, 0.25  # of those judged: fewer may be chance
 _EXPLAINS = 0.5  # of the skew, by the phase that takes longest on the rank
 _LATE_OF_RUN, _DOMINATES, _ALMOST_ALL = 0.04, 3.0, 0.8
@@ -240,7 +240,8 @@ def latest_rank(e: Evidence, *causes: str) -> tuple[int, float, int] | None:
     late_s, count = seconds[rank], counts[rank]
     second_s = max((seconds[other] for other in rest), default=0.0)
     steps, whole_s = _size_of(e.warm_lines)
-    is_rare = count < _LATE_LINES or steps < _LATE_STEPS or late_s < _LATE_OF_RUN * whole_s
+    is_rare = count < (_LATE_LINES if steps >= _LATE_STEPS else max(_LATE_LINES, steps / 2))
+    is_rare = is_rare or late_s < _LATE_OF_RUN * whole_s
     # A thread of the rank that waits for a core may hold a lock that the training waits for.
     noise_s = max(e.noise_s, _CORE_NOISE * e.core_wait_s if e.is_cpu else 0.0)
     if is_rare or late_s < _DOMINATES * second_s or late_s / count < noise_s:
