@@ -364,8 +364,8 @@ class RunRecord:
             return None
         first = self.steps[self.num_samples].step if self.steps[self.num_samples :] else "the end"
         return (
-            f"steps.jsonl is long: all lines from step {first} on were read, and {self.num_samples} "
-            "lines before, at equal distances"
+            f"steps.jsonl is long: all lines from step {first} on were read, and "
+            f"{self.num_samples} lines before, at equal distances"
         )
 
     @property
