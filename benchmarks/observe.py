@@ -121,9 +121,8 @@ def measure(rank: int, options: argparse.Namespace, port: int, output: str) -> N
     if rank == 0:
         numel = sum(p.numel() for p in chains[0].model.parameters())
         step_ms = 1e3 * statistics.fmean(chains[0].wall_s)
-        print(
-            f"{options.label} {numel / 1e6:.1f} M parameters, {options.ranks} rank(s), stage {options.stage},"
-        )
+        what = f"{numel / 1e6:.1f} M parameters, {options.ranks} rank(s), stage {options.stage},"
+        print(options.label, what)
         print(f"steps of {step_ms:.1f} ms; observed / plain, median and 95 %:")
         pairs = list(zip(rounds[2::2], rounds[3::2], strict=True))  # the first two warm up
         for name in rounds[0]:

@@ -618,3 +618,20 @@ def test_live_a_finding_is_logged_once_and_kept(tmp_path, caplog):
     assert "shardwise explain SW012" in caplog.text
     (line,) = (tmp_path / "findings.jsonl").read_text().splitlines()
     assert json.loads(line) == json.loads(json.dumps(doctor.found[0].to_json()))
+
+
+def test_of_a_very_long_record_the_end_and_samples_are_read_and_it_says_so(tmp_path, monkeypatch):
+    write_record(tmp_path, num_steps=400)
+    whole = read_run(tmp_path)
+    assert len(whole.steps) == 400 and whole.note is None
+    sizes = {"_TAIL_OF_LONG_BYTES": 60_000, "_NUM_SAMPLES": 8, "_SAMPLE_BYTES": 8_000}
+    for name, size in sizes.items():
+        monkeypatch.setattr(f"shardwise.monitor.record.{name}", size)
+    some = read_run(tmp_path)
+    assert 8 <= some.num_samples < len(some.steps) < 200
+    assert [line.step for line in some.steps] == sorted({line.step for line in some.steps})
+    assert some.steps[0].step == 1 and some.steps[-1].step == 400
+    late = some.steps[some.num_samples :]
+    assert [line.step for line in late] == [*range(late[0].step, 401)]
+    assert f"all lines from step {late[0].step} on" in some.note
+    assert codes(some) == codes(whole)

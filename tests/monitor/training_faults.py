@@ -444,7 +444,10 @@ TRAINING_FAULTS = {
     ),
     "a scaler that skips every step": made(code="SW040", inject=overflows, **SCALED),
     "a scaler that skips every step, fully_shard": made(
-        code="SW040", inject=partial(overflows, from_step=4), options={"fully_shard": True}, **SCALED
+        code="SW040",
+        inject=partial(overflows, from_step=4),
+        options={"fully_shard": True},
+        **SCALED,
     ),
     "a norm that explodes behind clipping": made(
         code="SW043", on_grads=clips(CLIP), factor=growing
@@ -476,7 +479,7 @@ TRAINING_FAULTS = {
         code="SW047", zeros=False, options={"fully_shard": True}
     ),
     "tokens uneven": made(
-        Ids, ranks=3, code="SW024", rank=1, batch=partial(ids, rows=lambda rank: 12 if rank == 1 else 6)
+        Ids, 3, "SW024", 1, batch=partial(ids, rows=lambda rank: 12 if rank == 1 else 6)
     ),
     "a loader that stalls at epochs on a rank": made(
         code="SW021", rank=1, epochs=4, on_batch=epoch_stall
@@ -518,7 +521,7 @@ TRAINING_HEALTHY = {
     "a loss scaler that finds its scale": made(
         inject=lambda rank, model: overflows_early(model), **SCALED, steps=44
     ),
-    "a list that ends": made(on_step=lambda rank, step, **kw: leak(rank, step, on=(0,)) if step < 6 else None),
+    "a list that ends": made(on_step=lambda rank, step, **_: step < 6 and leak(rank, step)),
     "a loader that is a little slow": made(on_batch=lambda **_: time.sleep(0.004)),
     "three ranks at stage 1": made(ranks=3, options={"stage": 1}, steps=48),
     "offload with clipping": made(on_grads=clips(CLIP), options=OFFLOAD),

@@ -20,6 +20,7 @@ from shardwise.terminal import open_console, printable
 _HEALTHY, _FOUND, _NOT_WHOLE = 0, 1, 2
 _BROKEN_RUN = ("SW022", "SW023")
 _COLOURS = {"critical": "red", "warning": "yellow"}
+_NEWEST = 8  # timelines and memory lines of each rank that are read
 _CARD_WIDTH = 100
 
 
@@ -62,7 +63,7 @@ def doctor(context: typer.Context, run: Path | None, flags: dict[str, object]) -
             raise ConfigError(f"flag --{stray}: it is of a preflight; add --preflight")
     if run is None or not run.is_dir():
         raise ConfigError(f"{run or 'run'}: there is no such folder; name an observed run's output")
-    record = read_run(run)
+    record = read_run(run, newest=_NEWEST)
     diagnosis = diagnose(record)
     # Rules that look at steps must judge: what stands in the facts says little.
     is_judged = not any("lines of steps" in each.missing for each in diagnosis.abstentions)
@@ -82,6 +83,8 @@ def _show(run: RunRecord, diagnosis: Diagnosis, is_judged: bool) -> None:
     facts, steps = run.facts, run.steps[-1].step if run.steps else 0
     what = f"stage {facts.stage}, {facts.num_ranks} ranks of {facts.device}, {steps} steps"
     console.print(Text.assemble((printable(run.path), "bold"), f"  {printable(what)}"))
+    if run.note is not None:
+        console.print(Text(run.note, "dim"))
     for finding in diagnosis.findings:
         console.print(_card(finding))
     if not diagnosis.findings:

@@ -77,7 +77,8 @@ def _write(flag: str, path: Path, text: str) -> None:
 
 
 def _shown(name: str, record: RunRecord, asked: ReportFlags) -> ShownRun:
-    run = ShownRun(name, record, diagnose(record))
+    notes = [record.note] if record.note is not None else []
+    run = ShownRun(name, record, diagnose(record), notes=notes)
     config = folder_of(record.path).parent / "config.yaml"  # `shardwise train` leaves it
     if asked.planned is not None:
         found = plan_of_loop(asked.planned, record)
@@ -87,7 +88,7 @@ def _shown(name: str, record: RunRecord, asked: ReportFlags) -> ShownRun:
         try:
             found = plan_of_run(config, record)
         except (ShardwiseError, OSError) as error:
-            return replace(run, notes=[f"no plan beside it: {error}"])
+            return replace(run, notes=[*notes, f"no plan beside it: {error}"])
     return replace(run, plan=found[0], is_planned_device=found[1])
 
 

@@ -45,7 +45,7 @@ from shardwise.hangs.heartbeat import save_under_way
 from shardwise.host import resident_bytes
 from shardwise.monitor import metrics as m
 from shardwise.monitor.doctor import LiveDoctor
-from shardwise.monitor.lateness import late_over_ranks, parts_of
+from shardwise.monitor.lateness import late_over_ranks, noise_of, parts_of
 from shardwise.monitor.lines import JsonLines
 from shardwise.monitor.memory import is_out_of_memory
 from shardwise.monitor.record import (
@@ -338,7 +338,7 @@ class Gatherer:
             bad_since,
             values_over_steps=m.summarize_steps(self._logged),
             metrics_over_steps=m.summarize_steps(self._told),
-            late=late_over_ranks([row["parts"] for row in rows]),
+            late=late_over_ranks([r["parts"] for r in rows], noise_of(self._facts.device)),
         )
         self._sampler.begin_line(metrics[m.STEP_S].max)
         self._begin_line()

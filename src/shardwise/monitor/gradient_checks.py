@@ -56,6 +56,11 @@ class LostUpdates:
         self._num_looks = self._next = 0
         self._again_s = -math.inf
 
+    @property
+    def has_params(self) -> bool:
+        """Tell whether there are parameters to look at."""
+        return bool(self._params)
+
     def clear(self) -> None:
         """Keep no optimizer and no parameter alive."""
         self._params, self._samples = {}, {}
@@ -135,7 +140,7 @@ class GradientChecks:
     """Checks gradients in some steps: which of an optimizer's have inf or nan on this rank."""
 
     def __init__(self) -> None:
-        self._is_due, self._again_s = False, -math.inf
+        self.is_due, self._again_s = False, -math.inf
         self._num_steps = self._finite_step = 0  # so far; the last one that was checked and finite
         self._found: list[str] | None = None  # in this step; None if it was not checked
 
@@ -143,7 +148,7 @@ class GradientChecks:
         self, units: Sequence[Unit], optimizer: torch.optim.Optimizer, is_asked_for: bool
     ) -> None:
         """Check an optimizer's gradients before its step, if that is due or asked for."""
-        if self._is_due or is_asked_for:
+        if self.is_due or is_asked_for:
             began_s = time.monotonic()
             self._found = [*(self._found or ()), *bad_gradients(units, optimizer)]
             took_s = time.monotonic() - began_s
@@ -153,7 +158,7 @@ class GradientChecks:
         """End a step; return its figure if it was checked, and a line of bad parameters."""
         self._num_steps += 1
         is_due = self._num_steps < 2 * _CHECKED_EVERY or time.monotonic() >= self._again_s
-        self._is_due = is_due and self._num_steps % _CHECKED_EVERY == 1
+        self.is_due = is_due and self._num_steps % _CHECKED_EVERY == 1
         found, self._found = self._found, None
         if found is None:
             return {}, ()

@@ -3,10 +3,11 @@
 Note [Late steps]
 ~~~~~~~~~~~~~~~~~
 A rank that does not wait for others is the one that others wait for. So of each step every rank
-tells the seconds in each of its parts, without waits for other ranks and without waits for a core.
-The rank with most of them is late if it has clearly more than the rank in the middle. Sums of late
-seconds find a rank that is slow in one step of ten, or at the begin of each epoch, which means of
-steps hide; and noise of a busy machine falls on each rank in turn.
+tells the seconds in each of its parts, without waits for other ranks. The rank with most of them
+is late if it has clearly more than the rank in the middle, beyond its waits for a core: where cores
+are short those fall on each rank in turn, and say nothing about its program. Sums of late seconds
+find a rank that is slow in one step of ten, or at the begin of each epoch, which means of
+steps hide.
 """
 
 from collections import defaultdict
@@ -17,10 +18,11 @@ from statistics import median
 from shardwise.monitor import metrics as m
 from shardwise.monitor.lines import Amount, Count, Name
 
-# Parts of a step that are the rank's own, by their figure; waits for a core are taken from them.
+# Parts of a step that are the rank's own, by their figure.
 OWN_PARTS = (m.COMPUTE_S, m.DATA_S, m.OUTSIDE_S, m.STALL_S)
 PARTS = (*OWN_PARTS, m.CORE_WAIT_S, m.COLLECTIONS)
 _TICKS_PER_S = 10_000
+_NOISE_S, _CPU_NOISE_S = 0.002, 0.02
 _MOST_NUMBERS = 8192  # that all ranks send about a line
 _LATE_SHARE = 0.1  # of a step
 Parts = Mapping[str, Sequence[int]]  # ticks of each step
@@ -38,6 +40,11 @@ class Late:
     longest_s: Amount = 0.0
 
 
+def noise_of(device: str) -> float:
+    """Return the seconds of a step that say nothing: on a CPU a slice of a core's time."""
+    return _CPU_NOISE_S if device == "cpu" else _NOISE_S
+
+
 def parts_of(steps: Sequence[Mapping[str, float]], num_ranks: int) -> Parts:
     """Return the parts of steps that a rank sends: of all, or of the first ones of many."""
     steps = steps[: max(_MOST_NUMBERS // (num_ranks * len(PARTS)), 1)]
@@ -45,8 +52,11 @@ def parts_of(steps: Sequence[Mapping[str, float]], num_ranks: int) -> Parts:
     return {name: row for name, row in rows.items() if any(row)}
 
 
-def late_over_ranks(rows: Sequence[Parts]) -> dict[int, Late]:
-    """Return the late steps of each rank that has any; ``rows`` are in rank order."""
+def late_over_ranks(rows: Sequence[Parts], noise_s: float) -> dict[int, Late]:
+    """Return the late steps of each rank that has any; ``rows`` are in rank order.
+
+    Less than ``noise_s`` of a step is noise.
+    """
     num_steps = max((len(row) for parts in rows for row in parts.values()), default=0)
     if len(rows) == 1 or not num_steps:
         return {}
@@ -57,13 +67,10 @@ def late_over_ranks(rows: Sequence[Parts]) -> dict[int, Late]:
     longest: dict[int, float] = defaultdict(float)
     for step in range(num_steps):
         of_step = {name: [row[step] for row in part] for name, part in by_part.items()}
-        own = [
-            sum(of_step[name][rank] for name in OWN_PARTS) - of_step[m.CORE_WAIT_S][rank]
-            for rank in range(len(rows))
-        ]
+        own = [sum(of_step[name][rank] for name in OWN_PARTS) for rank in range(len(rows))]
         late = max(range(len(rows)), key=own.__getitem__)
-        more = own[late] - _of_others(own, late)
-        if more <= _LATE_SHARE * own[late]:
+        more = own[late] - _of_others(own, late) - of_step[m.CORE_WAIT_S][late]
+        if more <= max(_LATE_SHARE * own[late], noise_s * _TICKS_PER_S):
             continue
         longer = {
             name: values[late] - _of_others(values, late)

@@ -122,6 +122,28 @@ def read_lines(path: Path, tail_bytes: int | None = None) -> Iterator[JsonLine]:
     yield from filter(None, map(_parse_line, _texts(path, tail_bytes)))
 
 
+def read_samples(
+    path: Path, tail_bytes: int, num_samples: int, sample_bytes: int
+) -> tuple[list[JsonLine], int]:
+    """Return lines of a file that may be very long, and how many of them are samples.
+
+    Of a file of more than both together these are the lines in so many parts of it, at equal
+    distances from its begin on, and after them all in its last bytes.
+    """
+    size, found = path.stat().st_size if path.is_file() else 0, list[JsonLine]()
+    if size > tail_bytes + num_samples * sample_bytes:
+        with path.open("rb") as file:
+            for number in range(num_samples):
+                begin = (size - tail_bytes) * number // num_samples
+                file.seek(begin)
+                lines = file.read(sample_bytes).splitlines(keepends=True)[bool(begin) :]
+                texts = (line.decode(errors="replace") for line in lines)
+                found += filter(None, map(_parse_line, texts))
+    num_sampled = len(found)
+    bounded = tail_bytes if num_sampled else None
+    return [*found, *read_lines(path, bounded)], num_sampled
+
+
 def _texts(path: Path, tail_bytes: int | None = None) -> Iterator[str]:
     """Yield the lines of a file; too long ones in parts, which are not JSON."""
     if not path.exists():

@@ -42,7 +42,7 @@ class LoopChecks:
         roots = [engine.units[0].module for engine in parts.engines]
         self._dropouts = [each for root in roots for each in _dropouts(root)]
         self._thread = threading.get_ident()
-        self._checked = False
+        self.is_checking = False
         self._last, self._next = _FIRST, _FIRST
         self._clear()
 
@@ -69,7 +69,7 @@ class LoopChecks:
 
     def begin(self, is_checked: bool) -> None:
         """Begin a step."""
-        was, self._checked = self._checked, is_checked
+        was, self.is_checking = self.is_checking, is_checked
         if is_checked:
             self._clear()
         if is_checked and sys.getprofile() is None:
@@ -79,7 +79,7 @@ class LoopChecks:
 
     def take(self) -> tuple[Mapping[str, float], int | None, dict[str, bool] | None]:
         """End a step; see the class."""
-        if not self._checked:
+        if not self.is_checking:
             return {}, None, None
         if getattr(sys.getprofile(), "__self__", None) is self:
             self._figures[m.READS] = self._num_reads / max(self._num_inputs, 1)
@@ -101,7 +101,7 @@ class LoopChecks:
 
     def see_phase(self, phase: str, unit: str) -> None:
         """As the first backward pass begins, look for gradients of the step before."""
-        if self._checked and phase == "backward" and not self._looked_back:
+        if self.is_checking and phase == "backward" and not self._looked_back:
             self._looked_back = True
             self._figures[m.KEPT_GRADIENTS] = float(any(map(_has_gradient, self._some_params())))
 
@@ -112,7 +112,7 @@ class LoopChecks:
 
     def look(self, optimizer: torch.optim.Optimizer) -> None:
         """Find the parameters of an optimizer that have no gradient here, before its step."""
-        if not self._checked:
+        if not self.is_checking:
             return
         found = self._idle if self._idle is not None else {}
         of_param = {id(p): p.name for u in self._units for p in u.params}

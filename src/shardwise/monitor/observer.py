@@ -338,12 +338,16 @@ class Observation:
         self._gatherer.outputs.note(line)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        has_bad = _has_bad(self._values)
-        if self._last_step is not None and self._last_step.values:
-            has_bad = has_bad or _has_bad(self._last_step.values)
-        self._gradients.look(self._parts.units, optimizer, has_bad)
-        self._lost_updates.look(optimizer)
-        self._checks.look(optimizer)
+        values, last = self._values, self._last_step
+        has_bad = bool(values) and _has_bad(values)
+        if last is not None and last.values:
+            has_bad = has_bad or _has_bad(last.values)
+        if has_bad or self._gradients.is_due:
+            self._gradients.look(self._parts.units, optimizer, has_bad)
+        if self._lost_updates.has_params:
+            self._lost_updates.look(optimizer)
+        if self._checks.is_checking:
+            self._checks.look(optimizer)
         self._recorder.enter(MAIN, "step", "")
 
     def _after_step(self, is_last: bool) -> None:
@@ -371,14 +375,21 @@ class Observation:
         if collections := self._collections.take():
             figures[m.COLLECTIONS] = collections
         figures |= self._figures_of_passes()
-        lost, worst = self._lost_updates.take(self._step)
+        figures |= self._step_figures.take()
         num_bad, bad = self._gradients.take(self._step)
-        checked, digest, idle = self._checks.take()
-        for some in (lost, num_bad, checked, self._step_figures.take()):
-            if some:
-                figures |= some
-        own_lines: list[RankLine] = [*worst, *bad, *self._memory.take(self._step)]
-        self._watch(samples_next, checks_next)
+        figures |= num_bad
+        own_lines: list[RankLine] = [*bad]
+        digest, idle = None, None
+        if self._lost_updates.has_params:
+            lost, worst = self._lost_updates.take(self._step)
+            figures |= lost
+            own_lines += worst
+        if self._recorder.on_main is not None:
+            checked, digest, idle = self._checks.take()
+            figures |= checked
+            own_lines += self._memory.take(self._step)
+        if samples_next or checks_next or self._recorder.on_main is not None:
+            self._watch(samples_next, checks_next)
         if checks_next and not self._knows_schedulers:
             self._schedulers = schedulers_of(self._optimizers)
             self._knows_schedulers = bool(self._schedulers)
@@ -392,17 +403,15 @@ class Observation:
 
     def _watch(self, samples: bool, checks: bool) -> None:
         """Let the next step be sampled or checked."""
-        recorder = self._recorder
-        if samples or checks or recorder.on_main is not None:
-            watchers = [self._memory.sample] * samples + [self._checks.see_phase] * checks
-            recorder.on_inputs = self._checks.see_inputs if checks else None
+        watchers = [self._memory.sample] * samples + [self._checks.see_phase] * checks
 
-            def on_main(phase: str, unit: str) -> None:
-                for see in watchers:
-                    see(phase, unit)
+        def on_main(phase: str, unit: str) -> None:
+            for see in watchers:
+                see(phase, unit)
 
-            recorder.on_main = on_main if watchers else None
-            self._checks.begin(checks)
+        self._recorder.on_main = on_main if watchers else None
+        self._recorder.on_inputs = self._checks.see_inputs if checks else None
+        self._checks.begin(checks)
 
     def _look_for_idle_scheduler(self) -> None:
         """Note schedulers that were not stepped, after an epoch or at the end of a run."""

@@ -36,6 +36,7 @@ from shardwise.monitor.lines import (
     SpanRow,
     read_lines,
     read_newest,
+    read_samples,
 )
 from shardwise.monitor.metrics import OverRanks, OverSteps
 from shardwise.processes import Process
@@ -46,6 +47,8 @@ FOLDER = "observed"
 DETAILS = ("timeline", "memory")  # kinds of lines of single steps, which are long
 _MOST_LINES = 240  # over all ranks that a live reader keeps
 _TAIL_BYTES = 1 << 22  # of a file that it reads
+# Of lines over all ranks that are read of a run that is over: the last ones, and samples.
+_TAIL_OF_LONG_BYTES, _NUM_SAMPLES, _SAMPLE_BYTES = 16 << 20, 64, 64 << 10
 _LATE_TIMES, _LATE_S = 4.0, 30.0  # usual gaps without new figures, and at least so many seconds
 Kinds = Mapping[Name, Count]  # bytes by kind of memory
 _Reader = Callable[[Path], Iterable[JsonLine]]
@@ -344,6 +347,7 @@ class RunRecord:
     """A run as it was recorded, with the lines of each rank as they were written.
 
     ``idle_s`` is the time since the last write when the record was read; None while it is made.
+    The first ``num_samples`` of the ``steps`` are samples of a file that is too long to be read.
     """
 
     path: Path
@@ -351,6 +355,18 @@ class RunRecord:
     steps: tuple[StepLine, ...]
     by_rank: Mapping[int, tuple[RankLine, ...]]
     idle_s: float | None = None
+    num_samples: int = 0
+
+    @property
+    def note(self) -> str | None:
+        """A remark on lines that were not read; None if all were."""
+        if not self.num_samples:
+            return None
+        first = self.steps[self.num_samples].step if self.steps[self.num_samples :] else "the end"
+        return (
+            f"steps.jsonl is long: all lines from step {first} on were read, and "
+            f"{self.num_samples} lines before, at equal distances"
+        )
 
     @property
     def end_lines(self) -> Mapping[int, Begin | End]:
@@ -386,7 +402,8 @@ def write_facts(folder: Path, facts: RunFacts) -> None:
 def read_run(path: str | Path, newest: int | None = None) -> RunRecord:
     """Read the record of a run, which may still be written; a line cut short is left out.
 
-    ``path`` is the run's output, or the folder in it. With ``newest`` only so many last lines of
+    ``path`` is the run's output, or the folder in it. Of more than 20 MiB of lines over all ranks
+    the last 16 are read, and samples of those before. With ``newest`` only so many last lines of
     each of `DETAILS` are read of every rank, as all of a long run may be gigabytes.
 
     **Raises** ConfigError if there is no record, or another version has written it.
@@ -394,7 +411,13 @@ def read_run(path: str | Path, newest: int | None = None) -> RunRecord:
     own: _Reader = read_lines
     if newest is not None:
         own = partial(read_newest, count=newest, kinds=DETAILS)
-    return _read(Path(path), read_lines, own)
+    steps = partial(
+        read_samples,
+        tail_bytes=_TAIL_OF_LONG_BYTES,
+        num_samples=_NUM_SAMPLES,
+        sample_bytes=_SAMPLE_BYTES,
+    )
+    return _read(Path(path), steps, own)
 
 
 def read_ends(path: str | Path) -> RunRecord:
@@ -404,21 +427,28 @@ def read_ends(path: str | Path) -> RunRecord:
 
     **Raises** ConfigError as `read_run` does.
     """
-    steps = partial(read_newest, count=_MOST_LINES, tail_bytes=_TAIL_BYTES)
+
+    def steps(file: Path) -> tuple[Sequence[JsonLine], int]:
+        return read_newest(file, count=_MOST_LINES, tail_bytes=_TAIL_BYTES), 0
+
     return _read(Path(path), steps, partial(read_newest, count=1, tail_bytes=_TAIL_BYTES))
 
 
-def _read(run: Path, read_steps: _Reader, read_own: _Reader) -> RunRecord:
+def _read(
+    run: Path, read_steps: Callable[[Path], tuple[Sequence[JsonLine], int]], read_own: _Reader
+) -> RunRecord:
     folder = folder_of(run)
     facts, path, files = read_facts(folder, run), folder / "steps.jsonl", rank_files(folder)
-    steps = tuple(read_step(line, path) for line in read_steps(path))
+    lines, num_samples = read_steps(path)
+    steps = tuple(read_step(line, path) for line in lines)
     by_rank = {
         rank: tuple(line for each in read_own(file) if (line := read_line(each, file)) is not None)
         for rank, file in files
     }
     written = [folder / "run.json", *(file for _, file in files), *[path] * path.exists()]
     written_s = max(file.stat().st_mtime for file in written)
-    return RunRecord(run, facts, steps, by_rank, max(time.time() - written_s, 0.0))
+    idle_s = max(time.time() - written_s, 0.0)
+    return RunRecord(run, facts, steps, by_rank, idle_s, num_samples)
 
 
 def folder_of(path: str | Path) -> Path:

@@ -14,12 +14,12 @@ from functools import cached_property
 from typing import Literal
 
 from shardwise.monitor import metrics as m
+from shardwise.monitor.lateness import noise_of
 from shardwise.monitor.metrics import OverRanks
 from shardwise.monitor.record import Memory, Moment, RunRecord, StepLine, over_steps
 
 WARM_UP_LINES, _MIN_LINES, _MAX_LINES = 3, 5, 20
 _SAME_RANK_SHARE = 0.8
-_NOISE_S, _CPU_NOISE_S = 0.002, 0.02
 Which = Literal["min", "median", "max"]
 Lines = Sequence[StepLine]
 
@@ -55,7 +55,7 @@ class Evidence:
         self.run, self.facts = run, run.facts
         self.num_shards = run.facts.degrees.get("shard", 1)
         self.is_cpu = run.facts.device == "cpu"
-        self.noise_s = _CPU_NOISE_S if self.is_cpu else _NOISE_S  # below it nothing is judged
+        self.noise_s = noise_of(run.facts.device)  # below it nothing is judged
 
     @cached_property
     def lines(self) -> Lines:

@@ -205,7 +205,8 @@ def other_saves(e: Evidence) -> Finding | None:
 
 def no_saves(e: Evidence) -> Finding | None:
     """Find a run that would lose much work if it failed."""
-    lines = [line for line in e.run.steps if m.STALL_S in line.metrics]
+    steps = e.run.steps[e.run.num_samples :]  # between samples there may be saves
+    lines = [line for line in steps if m.STALL_S in line.metrics]
     if not lines:
         raise NotEnough("the time in saves")
     saves = [line for line in lines if figure(line, m.STALL_S).max or figure(line, m.SAVE_S).max]

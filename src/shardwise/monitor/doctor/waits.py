@@ -24,7 +24,8 @@ _FITS = 70.0  # percent of the device
 _SLOW_RATE, _MIN_AXIS_MIB = 0.3, 1.0
 _SLOW_LINK, _TIMES_OTHERS, _LINK_LINES = 0.1, 3.0, 0.6
 _SKEW = 0.1  # of the step
-_LATE_STEPS = 12  # at least, before a rank is late in some of them
+_CORE_NOISE = 0.3  # of the waits for a core
+_LATE_STEPS = 12  # at least, before a rank may be late in fewer than half of them
 _LATE_LINES, _LATE_SHARE = 3, 0.25  # of those judged: fewer may be chance
 _EXPLAINS = 0.5  # of the skew, by the phase that takes longest on the rank
 _LATE_OF_RUN, _DOMINATES, _ALMOST_ALL = 0.04, 3.0, 0.8
@@ -183,7 +184,7 @@ def _has_unknown_axes(facts: RunFacts) -> bool:
 def straggler(e: Evidence) -> Finding | None:
     """Find the rank that waits least while all others wait, in all steps or in some."""
     facts = e.facts
-    if (finding := _by_late_steps(e) or _by_core_waits(e)) is not None:
+    if (finding := _by_core_waits(e) or _by_late_steps(e)) is not None:
         return finding
     others, usual = _of_others(facts)
     all_lines, lines, share = _late_lines(e, others)
@@ -239,8 +240,11 @@ def latest_rank(e: Evidence, *causes: str) -> tuple[int, float, int] | None:
     late_s, count = seconds[rank], counts[rank]
     second_s = max((seconds[other] for other in rest), default=0.0)
     steps, whole_s = _size_of(e.warm_lines)
-    is_rare = count < _LATE_LINES or steps < _LATE_STEPS or late_s < _LATE_OF_RUN * whole_s
-    if is_rare or late_s < _DOMINATES * second_s or late_s / count < e.noise_s:
+    is_rare = count < (_LATE_LINES if steps >= _LATE_STEPS else max(_LATE_LINES, steps / 2))
+    is_rare = is_rare or late_s < _LATE_OF_RUN * whole_s
+    # A thread of the rank that waits for a core may hold a lock that the training waits for.
+    noise_s = max(e.noise_s, _CORE_NOISE * e.core_wait_s if e.is_cpu else 0.0)
+    if is_rare or late_s < _DOMINATES * second_s or late_s / count < noise_s:
         return None
     return rank, late_s, count
 
@@ -275,7 +279,7 @@ def _size_of(lines: Lines) -> tuple[int, float]:
     """Return the number of steps, and their seconds without waits for a core."""
     whole_s = total(lines, m.STEP_S, "median")
     waits = [line for line in lines if m.CORE_WAIT_S in line.metrics]
-    return count_steps(lines), max(whole_s - total(waits, m.CORE_WAIT_S, "median"), 0.1 * whole_s)
+    return count_steps(lines), max(whole_s - total(waits, m.CORE_WAIT_S, "median"), whole_s / 2)
 
 
 def _by_core_waits(e: Evidence) -> Finding | None:
