@@ -63,12 +63,12 @@ def work(config: Mapping[str, Any]) -> None:
             keys = apart.model_copy(update={"local_steps": None})
             run = prepare_run(keys, place, torch.device("cpu"))
             for step in range(1, keys.steps + 1):
-                if step == config["begin"] + 1:
+                if step == config.get("begin", 0) + 1:
                     run = replace(run, local=step_apart(apart, run.model))
                     before = sent_over_replicas(run.model)
                 compute_step(run, step)
                 synchronize(run, step)
-            sent = (sent_over_replicas(run.model) - before) / (keys.steps - config["begin"])
+            sent = (sent_over_replicas(run.model) - before) / (keys.steps - config.get("begin", 0))
             losses.append(evaluate(run))
     common.write_result(config, {"losses": losses, "sent": sent})
 
