@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,10 @@ CHOICES: dict[str, Mapping[str, Any]] = {
     ONE_RANK: {},
     **{f"average {every}": {"every": every} for every in (10, 50)},
     **{f"nesterov {every}": {"every": every, **NESTEROV} for every in (10, 50, 100)},
+    **{
+        f"nesterov {every}, momentum {momentum}": {"every": every, "momentum": momentum, **NESTEROV}
+        for every, momentum in ((10, 0.5), (50, 0.5), (50, 0.0))
+    },
     "nesterov 50, 3 streams": {"every": 50, "streams": 3, **NESTEROV},
     "nesterov 50, int8 sent": {"every": 50, "send": "int8", **NESTEROV},
     "nesterov 50, int8 both": {"every": 50, "send": "int8", "state": "int8", **NESTEROV},
@@ -43,28 +48,37 @@ def work(config: Mapping[str, Any]) -> None:
     """Train the model from every seed on this rank; write the losses and the bytes of a step."""
     import torch
 
-    import shardwise
     from shardwise.train.checks import check_run
     from shardwise.train.config import load_config
     from shardwise.train.launch import RankPlace
     from shardwise.train.loop import compute_step, evaluate, synchronize
-    from shardwise.train.setup import prepare_run
+    from shardwise.train.setup import prepare_run, step_apart
 
     rank, ranks = config["rank"], config["num_ranks"]
     place = RankPlace(rank, ranks, rank, ranks)
     losses, sent = [], 0.0
     with common.joined_ranks(config):
         for seed in config["seeds"]:
-            keys = check_run(load_config(DEMO, {**config["keys"], "seed": seed}), ranks)
+            apart = check_run(load_config(DEMO, {**config["keys"], "seed": seed}), ranks)
+            keys = apart.model_copy(update={"local_steps": None})
             run = prepare_run(keys, place, torch.device("cpu"))
             for step in range(1, keys.steps + 1):
+                if step == config.get("begin", 0) + 1:
+                    run = replace(run, local=step_apart(apart, run.model))
+                    before = sent_over_replicas(run.model)
                 compute_step(run, step)
                 synchronize(run, step)
-            of_kinds = shardwise.debug.stats(run.model).sent_bytes
-            over = [sent for kind, sent in of_kinds.items() if kind.startswith("replicate.")]
+            sent = (sent_over_replicas(run.model) - before) / (keys.steps - config.get("begin", 0))
             losses.append(evaluate(run))
-            sent = sum(over) / keys.steps
     common.write_result(config, {"losses": losses, "sent": sent})
+
+
+def sent_over_replicas(model: Any) -> int:
+    """Return the bytes that this rank has sent to other replicas."""
+    import shardwise
+
+    of_kinds = shardwise.debug.stats(model).sent_bytes
+    return sum(sent for kind, sent in of_kinds.items() if kind.startswith("replicate."))
 
 
 def parse() -> argparse.Namespace:
@@ -75,6 +89,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--choices", default=[*CHOICES], type=lambda text: text.split(";"))
     parser.add_argument("--seeds", default=[0, 1, 2], type=lambda t: [*map(int, t.split(","))])
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--begin", type=int, default=0, help="synchronous steps before")
     parser.add_argument("--ranks", type=int, default=2, help="as many replicas")
     parser.add_argument("--lr", type=float, default=1e-3, help="the demo's own is 4e-3")
     parser.add_argument("--keys", default=SMALL, help="other keys of `shardwise train`: k=v,k=v")
@@ -98,7 +113,7 @@ def main() -> None:
         mine |= {"accumulation": args.ranks} if is_one else {"dp_replicate": ranks}
         mine |= {"local_steps": CHOICES[choice]} if CHOICES.get(choice) else {}
         with tempfile.TemporaryDirectory(prefix="shardwise-local-") as folder:
-            case = {"keys": {**mine, "output": folder}, "seeds": args.seeds}
+            case = {"keys": {**mine, "output": folder}, "seeds": args.seeds, "begin": args.begin}
             found = common.run_processes(Path(__file__), case, ranks, timeout_s=args.timeout)
         losses, sent = found[0]["losses"], found[0]["sent"]
         exact = exact or losses
@@ -107,7 +122,13 @@ def main() -> None:
         rows.append([choice, f"{common.mean(losses):.4f}", f"{common.mean(more):+.2%}"])
         rows[-1] += [f"{min(more):+.2%} to {max(more):+.2%}", f"{sent:,.0f}"]
         record = {"benchmark": "local_losses", "choice": choice, "seeds": args.seeds}
-        record |= {"keys": keys, "eval_losses": losses, "more": more, "sent_bytes": sent}
+        record |= {
+            "keys": keys,
+            "begin": args.begin,
+            "eval_losses": losses,
+            "more": more,
+            "sent_bytes": sent,
+        }
         common.append_json(args.json, record)
     common.print_table(["choice", "loss", "mean", "range over seeds", "sent in a step"], rows)
 

@@ -449,6 +449,7 @@ def test_a_generator_gets_the_weights_of_training_ranks():
     ("arguments", "num_ranks"),
     [
         (["train_loop.py", "--stage", "3"], 2),
+        (["local_steps.py", "--every", "10"], 2),
         (["shard_and_tensor.py"], 4),
         (["long_context.py", "--method", "heads"], 4),
         (["experts.py"], 4),

@@ -2,15 +2,21 @@
 
 import re
 from contextlib import suppress
+from functools import partial
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 
 from models import Stack
 from oracle import assert_same_bits
 from ranks import agreed, on_ranks, run_ranks
 from shardwise import Checkpoints, load, save, shard
+from shardwise.checkpoint.files import Files
+from shardwise.checkpoint.read import Checkpoint
+from shardwise.convert.export import export_dcp, export_huggingface
 from shardwise.errors import CheckpointError
 from shardwise.parallel import LocalSteps, Outer
 from trainer import adamw, backward_all, full_parameters, full_state, make_steps, mean_square
@@ -193,3 +199,32 @@ def test_values_that_no_save_writes_are_refused(rank, tmp_path):
     save(tmp_path / "a", model, optimizer)
     with pytest.raises(CheckpointError, match="not as they are saved"):
         load(tmp_path / "a", model, optimizer)
+
+
+def _save_both(rank, world_size, folder):
+    model, optimizer, steps = build(2, 2)
+    run(model, optimizer, steps, STEPS[:3], rank)
+    save(folder / "synchronized", model, optimizer)
+    expected = full_parameters(model)
+    run(model, optimizer, steps, STEPS[3:4], rank)
+    save(folder / "middle", model, optimizer)
+    return expected
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_one_model_is_exported_and_the_middle_of_a_window_is_refused(tmp_path):
+    expected = run_ranks(_save_both, 2, tmp_path)[0]
+    source = Checkpoint(Files(), tmp_path / "synchronized")
+    export_huggingface(source, tmp_path / "weights", files=Files())
+    assert_same_bits(load_file(tmp_path / "weights" / "model.safetensors"), expected)
+    export_dcp(source, tmp_path / "dcp")
+    plain = Stack()
+    state = {"model": plain.state_dict()}
+    dcp.load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert_same_bits(state["model"], expected)
+    keys = dcp.FileSystemReader(tmp_path / "dcp").read_metadata().state_dict_metadata
+    assert not [key for key in keys if "replica" in key or "outer" in key]
+    for export in (export_dcp, partial(export_huggingface, files=Files())):
+        with pytest.raises(CheckpointError, match="each of 2 replicas had parameters of its own"):
+            export(Checkpoint(Files(), tmp_path / "middle"), tmp_path / "no")
+    assert not (tmp_path / "no").exists()

@@ -7,12 +7,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from local_loops import CodedLoops, TwoLoops
 from models import Stack
 from oracle import assert_same_bits
-from ranks import agreed, on_ranks
+from ranks import agreed, on_ranks, run_ranks
 from shardwise import accumulate, fully_shard, shard
 from shardwise.check.compare_ranks import check_replicas
 from shardwise.engine.api import engine_of
 from shardwise.errors import ConfigError, ReplicaError, StateError
 from shardwise.parallel import LocalSteps, Outer, mean_loss
+from shardwise.train.config import TrainConfig
+from shardwise.train.decoder import Decoder
+from shardwise.train.setup import shard_decoder, step_apart
 from trainer import (
     adamw,
     backward_all,
@@ -292,3 +295,39 @@ def agreed_rows(value):
     rows = [torch.zeros(()) for _ in range(4)]
     torch.distributed.all_gather(rows, value.detach().clone())
     return [row.item() for row in rows]
+
+
+# -- experts on a mesh of their own
+MIXED = {
+    **{"dim": 32, "layers": 2, "heads": 2, "kv_heads": 2, "seq": 8, "micro_batch": 2},
+    **{"vocab": 64, "precision": "fp32", "experts": 4, "expert_balance": 0.0, "ep": 2},
+}
+
+
+def _train_experts(rank, world_size, replica):
+    """Train a decoder with experts on two ranks, or on two replicas of two that step apart."""
+    apart = {} if replica is not None else {"dp_replicate": 2, "local_steps": 99}
+    config = TrainConfig(**MIXED, **apart)
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = Decoder(config, 64)
+    model = shard_decoder(config, config.axes.over(world_size), model)
+    local = step_apart(config, model)
+    optimizer = adamw(list(model.parameters()))
+    random = torch.Generator().manual_seed(rank if replica is None else 2 * replica + rank)
+    for _ in range(3):
+        ids = torch.randint(64, (2, 8), generator=random)
+        model(ids, ids).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if local is not None:
+            local.step()
+    return {name: p.to_local().detach().clone() for name, p in model.named_parameters()}
+
+
+def test_a_replica_with_experts_is_what_it_would_be_alone():
+    apart = run_ranks(_train_experts, 4, None)
+    for replica in range(2):
+        alone = run_ranks(_train_experts, 2, replica)
+        for ours, expected in zip(apart[2 * replica :][:2], alone, strict=True):
+            assert_same_bits(ours, expected)

@@ -14,6 +14,7 @@ replicas, and without `LocalSteps`: replica r takes the optimizer's state of rep
 saved number. In the middle of a window only as many replicas with the same windows can go on.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
@@ -29,6 +30,7 @@ from shardwise.unit.param import ShardedParam
 KEY = "(local steps)"
 OUTER = "outer/"
 PARAMETER = "parameter"
+_OTHERS = re.compile(r"replica\.\d+/")
 _NAMES = ("num_replicas", "every", "streams", "keeps", "num_steps", "num_synced")
 
 
@@ -57,12 +59,13 @@ def is_parameter(info: TensorInfo, prefix: str = "") -> bool:
 
 def is_of_replica(info: TensorInfo) -> bool:
     """Tell whether a tensor is a parameter of a replica other than the first."""
-    return (
-        info.kind == "optimizer"
-        and info.state == PARAMETER
-        and info.name.startswith("replica.")
-        and "/" in info.name
-    )
+    is_theirs = _OTHERS.match(info.name) is not None
+    return info.kind == "optimizer" and info.state == PARAMETER and is_theirs
+
+
+def is_of_first_replica(name: str) -> bool:
+    """Tell whether a name is neither another replica's nor of the outer state."""
+    return not name.startswith(OUTER) and _OTHERS.match(name) is None
 
 
 def outer_tensors(engine: Parts) -> Iterator[tuple[ShardedParam, str, torch.Tensor]]:

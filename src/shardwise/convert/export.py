@@ -31,6 +31,7 @@ from shardwise.checkpoint.container import (
 from shardwise.checkpoint.files import Files, read_file
 from shardwise.checkpoint.folder import remove_tree
 from shardwise.checkpoint.read import Checkpoint
+from shardwise.checkpoint.replicas import SavedReplicas, is_of_first_replica
 from shardwise.checkpoint.source import Source, TensorInfo
 from shardwise.checkpoint.write import write_small
 from shardwise.convert.huggingface import INDEX_FILE, WEIGHTS_FILE, follow_link
@@ -91,6 +92,7 @@ def export_huggingface(
             raise ConfigError(f"dtype: expected one of {', '.join(_FLOATS)}, got {dtype!r}")
     if max_shard_bytes < 1:
         raise ConfigError(f"max_shard_bytes: expected at least 1, got {max_shard_bytes}")
+    _check_one_model(source)
     infos = [t for t in source.tensors if t.kind in ("param", "buffer")]
     infos = [t for t in infos if t.name not in source.tied]
     if isinstance(source, Checkpoint):  # its order is that of units and stages
@@ -119,6 +121,19 @@ def export_huggingface(
     return Exported(tuple(plan), total_bytes, len(infos))
 
 
+def _check_one_model(source: Source) -> None:
+    """Raise CheckpointError for replicas that had parameters of their own when it was saved."""
+    if not isinstance(source, Checkpoint):
+        return
+    saved = SavedReplicas.take(source.values_of(source.rank)["modules"], source.where)
+    if saved is not None and not saved.is_synchronized:
+        raise CheckpointError(
+            f"{source.where}: it was saved in the middle of a window of LocalSteps, when each of "
+            f"{saved.num_replicas} replicas had parameters of its own. Export a checkpoint that "
+            "was saved at a synchronisation, or after LocalSteps.synchronize()"
+        )
+
+
 def _place_of_name(info: TensorInfo) -> list[str | int]:
     parts = re.split(r"(\d+)", info.name)
     return [int(part) if number % 2 else part for number, part in enumerate(parts)]
@@ -139,6 +154,7 @@ def export_dcp(source: Source, target: Path) -> None:
     # Imported here because the import takes long and few commands need it.
     from torch.distributed import checkpoint as dcp
 
+    _check_one_model(source)
     total_bytes = sum(t.num_bytes for t in source.tensors if t.kind != "extra")
     with _new_folder(Files(), target, total_bytes) as folder, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as intended
@@ -279,7 +295,7 @@ def _nested(source: Source) -> dict[str, object]:
     model: dict[str, torch.Tensor] = {}
     state: dict[str, dict[str, object]] = {}
     for info in source.tensors:
-        if info.kind != "extra":
+        if info.kind != "extra" and is_of_first_replica(info.name):
             full = source.read(info, 0, info.numel).view(info.shape)
             if info.kind == "optimizer":
                 state.setdefault(info.name, {})[info.state] = full
@@ -291,5 +307,9 @@ def _nested(source: Source) -> dict[str, object]:
     values: Mapping[str, Mapping[str, object]] = source.optimizer.state
     for name, of_parameter in values.items():
         state.setdefault(name, {}).update(of_parameter)
-    groups = [dict(group) for group in source.optimizer.groups]
+    groups = [
+        {**group, "params": list(filter(is_of_first_replica, group["params"]))}
+        for group in source.optimizer.groups
+    ]
+    state = {name: of_name for name, of_name in state.items() if is_of_first_replica(name)}
     return {"model": model, "optim": {"state": state, "param_groups": groups}}
