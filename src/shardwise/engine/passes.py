@@ -158,7 +158,7 @@ class Passes:
         return not self.stack or unit is self._root
 
     def watch_outputs(self, call: Call, output: object) -> bool:
-        """Register hooks on a recorded call's outputs; tell whether autograd can reach any."""
+        """Register hooks on a recorded call's outputs; tell whether its backward is expected."""
         found = False
         for tensor in tensors_in(output):
             if not tensor.requires_grad or tensor.grad_fn is None:
@@ -171,6 +171,7 @@ class Passes:
                 if made is not None and made.grad_fn is not None:
                     node = made.grad_fn._sequence_nr()
                     made.grad_fn.register_prehook(lambda _, node=node: self._arrive(call, node))
+        found |= call.is_visited
         call.enter(CallState.AWAITING if found else CallState.SPENT)
         return found
 
@@ -264,10 +265,10 @@ class Passes:
         progress = self._progress[call.unit.index]
         is_first, progress.in_backward = not progress.in_backward, True
         call.enter(CallState.BACKWARD)
-        self._close_unhooked(call, node)
+        self.close_unhooked(call, node)
         return is_first
 
-    def _close_unhooked(self, begun: Call, node: int) -> None:
+    def close_unhooked(self, begun: Call, node: int = -1) -> None:
         """Close the calls without an input hook whose backward must have ended by now.
 
         Backward runs nodes in the reverse order of forward, so a call has ended when a call outside
@@ -289,6 +290,8 @@ class Passes:
             return
         if self.creates_graph or self._second_is_due:
             return  # see Note [Double backward]
+        if call.is_visited and call.state is not CallState.BACKWARD:
+            return  # its visit comes next
         call.enter(CallState.PASSED)
         self._listener.on_call_over(call)
         unit = call.unit
