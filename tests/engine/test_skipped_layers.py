@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 import transformers
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -25,7 +26,7 @@ from scenarios import (
 from shardwise import accumulate, shard
 from shardwise.config import Schedule, Units
 from shardwise.engine.api import engine_of
-from trainer import adamw, events_of, full_grads
+from trainer import adamw, compare, events_of, full_grads, sgd
 
 
 class SummedGradient(torch.autograd.Function):
@@ -319,3 +320,86 @@ def test_a_layer_that_two_units_share_may_be_skipped_in_one_of_them(rank, world_
             full_grads(model).items(), truth.parameters(), strict=True
         ):
             assert_rounded_alike(grad, expected.grad, roundings, name)
+
+
+class Layer(nn.Linear):
+    """A unit."""
+
+
+class Projection(nn.Linear):
+    """A unit that is skipped with the tower."""
+
+
+class Tower(nn.Module):
+    """Two blocks with units inside."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        self.scale = nn.Parameter(torch.ones(8))
+        self.blocks = nn.ModuleList(Inner() for _ in range(2))
+        if how == "frozen":
+            self.requires_grad_(False)
+
+    def forward(self, image):
+        if self.how == "reentrant":
+            for block in self.blocks:
+                image = checkpoint(block, image.requires_grad_(), use_reentrant=True)
+            return self.scale * image
+        first = self.blocks[0](image)
+        second = self.blocks[1](first)
+        return self.scale * first + (second.detach() if self.how == "detached inside" else second)
+
+
+class Seeing(nn.Module):
+    """Layers for text, and a tower for batches with an image."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        self.tower = Tower(how)
+        self.projection = Projection(8, 8)
+        self.layers = nn.ModuleList(Layer(8, 8) for _ in range(2))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x, image):
+        if image is not None:
+            with torch.set_grad_enabled(self.how != "no_grad"):
+                seen = self.tower(image)
+            x = x + self.projection(seen.detach() if self.how == "detached" else seen)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x)
+
+
+def seeing_batch(random):
+    x, image = torch.randn(2, 4, 8, generator=random)
+    has_image = bool(torch.rand((), generator=random) > 0.5)
+    return x, image if has_image else None, torch.randint(3, (4,), generator=random)
+
+
+def seeing_loss(model, batch):
+    x, image, targets = batch
+    return F.cross_entropy(model(x, image), targets)
+
+
+@pytest.mark.parametrize(
+    "how", ["trained", "frozen", "no_grad", "detached", "detached inside", "reentrant"]
+)
+@on_ranks(2, 3)
+def test_ranks_may_skip_an_optional_unit_that_needs_no_backward(rank, world_size, how):
+    optional = [Tower, Projection]
+    settings = [
+        {
+            "stage": 3,
+            "units": Units([Layer, *inside], optional=optional),
+            "schedule": Schedule(prefetch_bytes, bucket_bytes=bucket_bytes),
+        }
+        for inside, prefetch_bytes, bucket_bytes in (
+            ([], None, 1 << 20),
+            ([Inner], 0, 0),
+            ([Inner, nn.Linear], None, 0),
+        )
+    ]
+    made = partial(Seeing, how)
+    compare(rank, world_size, made, settings, seeing_loss, sgd, seeing_batch, 5, 2)

@@ -130,6 +130,30 @@ def test_a_model_that_generates_is_compiled_but_for_our_hooks():
     assert reasons and all("_Hooks" in reason for reason in reasons), reasons
 
 
+@on_ranks(2)
+def test_a_compiled_function_may_call_backward(rank):
+    runs = []
+    for compiles in (False, True):
+        for sharded in (shard_fully, shard):
+            torch._dynamo.reset()
+            model = sharded(seeded())
+
+            def run(batch, model=model):
+                loss = mean_square(model, batch)
+                loss.backward()
+                return loss.detach()
+
+            step = torch.compile(run, backend="eager") if compiles else run
+            optimizer = sgd(model.parameters())
+            losses = []
+            for _ in range(2):
+                losses.append(step(torch.ones(3, 8)).item())
+                optimizer.step()
+                optimizer.zero_grad()
+            runs.append(losses)
+    assert all(losses == runs[0] for losses in runs)
+
+
 # -- torch.autocast
 
 

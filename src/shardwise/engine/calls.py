@@ -96,7 +96,7 @@ class Call:
     ``enclosing`` are the units whose calls contain this one. ``mates`` are the calls of all
     micro-batches of a round (`layer_by_layer`). If units may be skipped: ``inside`` are the calls
     made in this one, in order; ``num_passed`` counts the units in it that have run or were skipped;
-    ``was_skipped`` marks a call that stands for a skipped unit.
+    ``is_visited``: backward gathers its unit on all ranks, whether autograd reaches it or not.
     """
 
     __slots__ = (
@@ -107,6 +107,7 @@ class Call:
         "has_input_hook",
         "in_backward",
         "inside",
+        "is_visited",
         "mates",
         "num_passed",
         "parent",
@@ -114,7 +115,6 @@ class Call:
         "state",
         "unit",
         "versions",
-        "was_skipped",
     )
 
     def __init__(
@@ -129,7 +129,7 @@ class Call:
         self.versions: tuple[int, ...] = ()
         self.has_input_hook = False
         self.backward_is_next = False
-        self.was_skipped = False
+        self.is_visited = False
         self.num_passed = 0
         self.inside: list[Call] = []
         self.parent: weakref.ref[Call] | None = None
@@ -200,6 +200,10 @@ class ForwardPasses:
         if call.forward_pass not in self._reached:
             assert call.forward_pass is not None
             self._reached.append(call.forward_pass)
+
+    def is_reached(self, call: Call) -> bool:
+        """Tell whether the backward pass goes through the forward pass of a recorded call."""
+        return call.forward_pass in self._reached
 
     def order(self) -> list[int]:
         """Return the unit indices in the order of the forward passes that backward covers."""

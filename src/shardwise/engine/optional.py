@@ -8,6 +8,12 @@ ends. In backward, it comes when a unit runs that preceded it in forward, or whe
 backward ends. The order of collectives is then the same on all ranks, if each parent calls its
 units in registration order.
 
+A rank that skips a unit cannot know whether the others need its backward: the unit may be frozen,
+run under no_grad, or its output may be detached. So in backward every rank visits the optional
+units, and the units inside them, that autograd does not reach. **Cost** one more gather of a unit
+that no rank needs in backward. A unit that runs under no_grad may also be inside a reentrant
+checkpoint. Then its recomputation takes the place of the visit.
+
 A module with parameters on several meshes has a unit for each mesh. Their calls are nested.
 Backward begins with the outermost call, as for any call that returns the output of a call inside
 it, so all ranks are at the same point when they visit the next unit. Backward ends with the
@@ -31,19 +37,48 @@ class OptionalUnits:
         self._passes = passes
         self._any = any(u.settings.optional and u.settings.stage.frees_after_forward for u in units)
         self._inside: dict[int, list[Unit]] = {unit.index: [] for unit in units}
+        self._visited: set[int] = set()  # the optional units and those inside them
+        self._unrecorded: list[weakref.ref[Call]] = []  # under no_grad, oldest first
         for place, unit in enumerate(units if self._any else ()):
             # Units are in module order, and those of one module are nested, so the innermost is the
             # last one before it. A module used in several places is visited in the first.
             around = [u for u in units[:place] if passes.contains(u, unit)]
             if around:
                 self._inside[around[-1].index].append(unit)
+            if any(u.settings.optional for u in (unit, *around)):
+                self._visited.add(unit.index)
 
     def note_parent(self, call: Call) -> None:
         """Note the call in which the innermost one runs, if units in it may be skipped."""
         parent = self._passes.stack[-2] if len(self._passes.stack) > 1 else None
         if self._any and parent is not None and parent.is_recorded:
             call.parent = weakref.ref(parent)
+            call.is_visited = call.unit.index in self._visited
             parent.inside.append(call)
+
+    def note_unrecorded(self, call: Call) -> None:
+        """Note a call under no_grad, the innermost one, if backward visits its unit."""
+        parent = self._passes.stack[-2] if len(self._passes.stack) > 1 else None
+        visits = parent is not None and parent.is_recorded and call.unit.index in self._visited
+        if visits:
+            self._passes.record(call)
+            self.note_parent(call)
+            self._unrecorded = [ref for ref in self._unrecorded if ref() is not None]
+            self._unrecorded.append(weakref.ref(call))
+
+    def begin_recompute(self, call: Call) -> None:
+        """If a reentrant checkpoint recomputes a unit, visit the units skipped behind it."""
+        if not self._unrecorded or not call.in_backward or call.recomputes:
+            return
+        for earlier in (ref() for ref in reversed(self._unrecorded)):
+            if earlier is None or earlier.unit is not call.unit or earlier.has_begun:
+                continue
+            if self._passes.forward.is_reached(earlier):
+                assert earlier.parent is not None
+                self._passes.close_unhooked(earlier)
+                self.visit_backward(earlier.parent(), earlier)
+                _pass_over(earlier)
+                return
 
     def visit_forward(self, unit: Unit | None) -> None:
         """Visit the units that the innermost call skips before ``unit``, or to its end (None)."""
@@ -65,7 +100,6 @@ class OptionalUnits:
         parent = self._passes.stack[-1]
         call = self._passes.enter(unit)
         is_next = self._schedule.before_forward(unit, in_backward=call.in_backward)
-        call.was_skipped = True
         if parent.is_recorded:
             self._passes.record(call)
             self.note_parent(call)
@@ -83,12 +117,15 @@ class OptionalUnits:
         )
 
     def visit_backward(self, parent: Call | None, call: Call | None = None) -> None:
-        """Visit the units skipped inside ``parent``, after ``call`` if given, the latest first."""
+        """Visit the units inside ``parent`` that autograd did not reach, the latest first.
+
+        Visit those after ``call`` if given.
+        """
         if not self._any or parent is None:
             return
         begin = parent.inside.index(call) + 1 if call in parent.inside else 0
         for skipped in reversed(parent.inside[begin:]):
-            if skipped.was_skipped and not skipped.has_begun:
+            if skipped.is_visited and not skipped.has_begun:
                 calls = list(_of_one_module(skipped))
                 for each in calls:
                     self._passes.begin_call(each)
@@ -116,3 +153,11 @@ def _of_one_module(call: Call) -> Iterator[Call]:
     for inner in call.inside:
         if inner.unit.module is call.unit.module:
             yield from _of_one_module(inner)
+
+
+def _pass_over(call: Call) -> None:
+    """Mark a call and those inside it as passed, because its unit is recomputed."""
+    call.enter(CallState.PASSED)
+    for inner in call.inside:
+        if not inner.has_begun:
+            _pass_over(inner)

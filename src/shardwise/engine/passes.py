@@ -18,6 +18,11 @@ A pass with create_graph=True only makes the graph of a second pass (for a gradi
 parameter gets a gradient, so nothing is reduced, and no full parameter may be freed. The second
 pass mixes forward's nodes with nodes of the first pass, and some devices number these separately.
 So no hook marks the end of a unit: all units close at the end of the second pass.
+
+Note [Hooks and torch.compile]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+If a compiled function calls backward(), dynamo would compile the hooks too. So each hook is a
+`partial`, which has no frame to compile, of a function that dynamo skips.
 """
 
 import weakref
@@ -86,6 +91,17 @@ class _Progress:
     used_outside: bool = False
 
 
+@torch._disable_dynamo
+def _note_grad(passes: "Passes", unit: PassUnit, leaf: torch.Tensor) -> None:
+    passes.note_grad(unit, leaf)
+
+
+@torch._disable_dynamo
+def _check_versions(unit: PassUnit, versions: tuple[int, ...], _: object) -> None:
+    if versions != unit.read_versions():
+        raise changed_since_forward(unit.name)
+
+
 class Passes:
     """The running calls of a model's units, forward and backward."""
 
@@ -135,14 +151,15 @@ class Passes:
     def watch_inputs(self, call: Call, inputs: object) -> None:
         """Register hooks on a call's inputs, which fire when its backward has ended."""
 
-        def end(_: object) -> None:
-            for each in call.with_begun_mates:
-                self.end_call(each)
-
         for tensor in tensors_in(inputs):
             if tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(end)
+                tensor.register_hook(partial(self._reach_input, call))
                 call.has_input_hook = True
+
+    @torch._disable_dynamo
+    def _reach_input(self, call: Call, _: object) -> None:
+        for each in call.with_begun_mates:
+            self.end_call(each)
 
     def leave(self) -> Call:
         """End the forward of the innermost call."""
@@ -158,7 +175,7 @@ class Passes:
         return not self.stack or unit is self._root
 
     def watch_outputs(self, call: Call, output: object) -> bool:
-        """Register hooks on a recorded call's outputs; tell whether autograd can reach any."""
+        """Register hooks on a recorded call's outputs; tell whether its backward is expected."""
         found = False
         for tensor in tensors_in(output):
             if not tensor.requires_grad or tensor.grad_fn is None:
@@ -170,14 +187,19 @@ class Passes:
             for made in (tensor, tensor._base):
                 if made is not None and made.grad_fn is not None:
                     node = made.grad_fn._sequence_nr()
-                    made.grad_fn.register_prehook(lambda _, node=node: self._arrive(call, node))
+                    made.grad_fn.register_prehook(partial(self._reach_output, call, node))
+        found |= call.is_visited
         call.enter(CallState.AWAITING if found else CallState.SPENT)
         return found
+
+    @torch._disable_dynamo
+    def _reach_output(self, call: Call, node: int, _: object) -> None:
+        self._arrive(call, node)
 
     def watch_grad(self, unit: PassUnit, leaf: torch.Tensor) -> RemovableHandle:
         """Register a hook that runs when autograd has written a full parameter's gradient."""
         passes, of = weakref.proxy(self), weakref.proxy(unit)
-        return leaf.register_post_accumulate_grad_hook(lambda grown: passes.note_grad(of, grown))
+        return leaf.register_post_accumulate_grad_hook(partial(_note_grad, passes, of))
 
     def use_outside(self, unit: PassUnit) -> bool:
         """Keep a unit open until the pass ends, because its parameter is used outside its module.
@@ -200,13 +222,7 @@ class Passes:
         used = leaf.view_as(leaf) if leaf.requires_grad else leaf
         if used.grad_fn is None:
             return leaf
-        versions = unit.read_versions()
-
-        def check(_: object) -> None:
-            if versions != unit.read_versions():
-                raise changed_since_forward(unit.name)
-
-        used.grad_fn.register_prehook(check)
+        used.grad_fn.register_prehook(partial(_check_versions, unit, unit.read_versions()))
         return used
 
     # -- backward
@@ -264,10 +280,10 @@ class Passes:
         progress = self._progress[call.unit.index]
         is_first, progress.in_backward = not progress.in_backward, True
         call.enter(CallState.BACKWARD)
-        self._close_unhooked(call, node)
+        self.close_unhooked(call, node)
         return is_first
 
-    def _close_unhooked(self, begun: Call, node: int) -> None:
+    def close_unhooked(self, begun: Call, node: int = -1) -> None:
         """Close the calls without an input hook whose backward must have ended by now.
 
         Backward runs nodes in the reverse order of forward, so a call has ended when a call outside
@@ -289,6 +305,8 @@ class Passes:
             return
         if self.creates_graph or self._second_is_due:
             return  # see Note [Double backward]
+        if call.is_visited and call.state is not CallState.BACKWARD:
+            return  # its visit comes next
         call.enter(CallState.PASSED)
         self._listener.on_call_over(call)
         unit = call.unit
@@ -308,6 +326,7 @@ class Passes:
             if call.has_begun:
                 yield call
 
+    @torch._disable_dynamo
     def _end_pass(self, life: "_Life") -> None:
         if self.creates_graph:
             self._listener.on_double()

@@ -196,6 +196,7 @@ class Engine:
         log_event("pre_forward", unit)
         self.backward.optional.visit_forward(unit)
         call = self.passes.enter(unit)
+        self.backward.optional.begin_recompute(call)
         call.backward_is_next = self.conditions.rounds.gather(self.schedule, call)
         unit.comm.tracer.mark_begin("recompute" if call.in_backward else "forward", unit.name)
         unit.slots.bind()
@@ -206,6 +207,8 @@ class Engine:
             self.passes.record(call)
             self.backward.optional.note_parent(call)
             self.passes.watch_inputs(call, (args, kwargs))
+        elif not call.recomputes:
+            self.backward.optional.note_unrecorded(call)
         return args, kwargs
 
     def _check_call(self, unit: Unit, records: bool) -> None:
