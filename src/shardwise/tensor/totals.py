@@ -17,14 +17,11 @@ from shardwise.comm.pending import CollectiveId
 from shardwise.errors import ShardError
 from shardwise.mesh import Axis
 from shardwise.tensor.cut import GATHER_SITE, Cut
-from shardwise.tensor.operations import NORMS, REDUCTIONS
+from shardwise.tensor.operations import FACTS, NORMS, REDUCTIONS
 from shardwise.tensor.tensor_base import Operation, ShardTensorBase, is_replicated
 
 _SITE = CollectiveId("gather", "(norm)", 0)
 _ORDERS = ("p", "ord")
-_METADATA = frozenset(
-    {"__get__", "dim", "size", "numel", "ndimension", "stride", "is_floating_point"}
-)
 
 
 @dataclass(frozen=True)
@@ -65,36 +62,52 @@ class LazyNorm(torch.Tensor):
 
     Norms in a vector may be of several kinds, as parameters may be on several meshes.
 
-    **Cost** one collective over each axis of each kind when a value is read.
+    The first call that reads or writes a value completes the norm, once. All calls then run on the
+    completed tensor, so a write is seen by every later call, and views share memory with it.
+    Functions of C++ that take a number without asking ``__torch_function__`` (``alpha=norm``,
+    ``torch.full``) arrive at ``__torch_dispatch__``.
+
+    **Cost** one collective over each axis of each kind when a value is first read.
     """
 
-    _kinds: tuple[NormKind, ...]  # of each norm
-    _partial: torch.Tensor
+    _kinds: tuple[NormKind, ...]  # of each norm; empty once they are complete
+    _norms: torch.Tensor  # this rank's part, or the complete norms
 
     @classmethod
-    def of(cls, partial: torch.Tensor, *kinds: NormKind) -> "LazyNorm":
+    def of(cls, values: torch.Tensor, *kinds: NormKind) -> "LazyNorm":
         """Wrap this rank's part."""
-        lazy: LazyNorm = partial.as_subclass(cls)
+        lazy: LazyNorm = values.as_subclass(cls)
         lazy._kinds = kinds
-        lazy._partial = partial
+        lazy._norms = values
         return lazy
+
+    def __hash__(self) -> int:
+        """Identify the tensor, as torch does; sends nothing."""
+        return id(self)
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Stay lazy if nothing changes, as when ``get_total_norm`` moves every norm."""
-        if not kwargs and args == (self._partial.device,):
+        if not kwargs and args == (self._norms.device,):
             return self
         return self.resolve().to(*args, **kwargs)
 
+    def detach(self) -> torch.Tensor:
+        """Return another tensor of the same memory and class, which `nn.Parameter` asks for."""
+        return LazyNorm.of(self.resolve().detach())
+
     def resolve(self) -> torch.Tensor:
-        """Return the norms over all ranks as a plain tensor."""
-        total = self._partial.clone()
-        for kind, places in self._by_kind():
-            total.view(-1)[places] = kind.combine(self._partial.reshape(-1)[places])
-        return total
+        """Complete the norms over all ranks; return the tensor that all later calls run on."""
+        if self._kinds:
+            with torch.inference_mode(self._norms.is_inference()), torch.no_grad():
+                total = self._norms.clone()
+                for kind, places in self._by_kind():
+                    total.view(-1)[places] = kind.combine(self._norms.reshape(-1)[places])
+            self._norms, self._kinds = total, ()
+        return self._norms
 
     def total(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the norm of the norms; combine each kind on this rank, then over ranks."""
-        flat = self._partial.reshape(-1)
+        flat = self._norms.reshape(-1)
         if self._kinds[0].order == 0:  # the number of norms that are not 0 needs complete norms
             return torch.linalg.vector_norm(self.resolve().reshape(-1), *args, **kwargs)
         found = [
@@ -125,27 +138,44 @@ class LazyNorm(torch.Tensor):
     ) -> Any:
         """Stay lazy through the calls of ``get_total_norm``; resolve for any other call."""
         call = Operation(func, getattr(func, "__name__", ""), args, kwargs)
-        if call.name in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return call.run()
+        if call.name == "__get__":
+            call.name = func.__self__.__name__  # type: ignore[attr-defined]
+        if call.name in FACTS:
+            return call.run(lambda value: value._norms if isinstance(value, LazyNorm) else value)
         if call.name == "stack" and len(args) == 1 and not kwargs:
             stacked = _stacked(args[0])
             if stacked is not None:
                 return stacked
         if call.name in ("vector_norm", "linalg_vector_norm") and _is_total(call):
             return args[0].total(*args[1:], **call.kwargs)
-        return call.run(_resolved)
+        result = call.run(_resolved)
+        lazy = (value for value in call.values if isinstance(value, LazyNorm))
+        return next((given for given in lazy if given._norms is result), result)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> object:
+        """Resolve for a call that reaches ATen without ``__torch_function__``."""
+        return Operation(func, "", args, kwargs).run(_resolved)
 
 
 def _stacked(values: Sequence[torch.Tensor]) -> LazyNorm | None:
     """Stack single norms of one order; plain ones are complete. Return None for other values."""
-    order = next(v._kinds[0].order for v in values if isinstance(v, LazyNorm))
+    orders = [v._kinds[0].order for v in values if isinstance(v, LazyNorm) and v._kinds]
+    if not orders:
+        return None
+    order = orders[0]
     complete = NormKind(order, None, ())
     kinds: list[NormKind] = []
     partials: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, LazyNorm):
-            kind, partial = value._kinds[0], value._partial
+            kind, partial = (*value._kinds, complete)[0], value._norms
         elif type(value) is torch.Tensor:
             kind, partial = complete, value
         else:
@@ -161,7 +191,8 @@ def _is_total(call: Operation) -> bool:
     first, *others = call.args
     order = others[0] if others else call.kwargs.get("ord", 2.0)
     is_plain = not set(call.kwargs) - {"ord"} and len(others) < 2
-    return isinstance(first, LazyNorm) and first._kinds[0].order == order and is_plain
+    is_lazy = isinstance(first, LazyNorm) and bool(first._kinds)
+    return is_lazy and first._kinds[0].order == order and is_plain
 
 
 def _resolved(value: Any) -> Any:
@@ -170,6 +201,11 @@ def _resolved(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return type(value)(_resolved(v) for v in value)
     return value
+
+
+def norm_of_nothing(order: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return the norm of a rank without elements: it changes no norm that it is combined with."""
+    return torch.full((), float("inf") if order < 0 else 0.0, dtype=dtype, device=device)
 
 
 def norm(call: Operation) -> object:
@@ -216,16 +252,15 @@ def _total_norms(tensors: Sequence[torch.Tensor], order: object) -> list[torch.T
             "use full_tensor()"
         )
     parts = [t._local_tensor if isinstance(t, ShardTensorBase) else t for t in tensors]
+    for tensor, part in zip(tensors, parts, strict=True):
+        if tensor.numel() == 0:
+            torch.linalg.vector_norm(part, order)  # raises torch's error where there is no norm
     filled = [part for part in parts if part.numel()]
     norms = iter(torch._foreach_norm(filled, order) if filled else ())
     found: list[torch.Tensor] = []
     kind: NormKind | None = None
     for tensor, part in zip(tensors, parts, strict=True):
-        if part.numel():
-            value = next(norms)
-        else:  # the neutral element
-            start = float("inf") if order == float("-inf") else 0.0
-            value = torch.full((), start, dtype=part.dtype, device=part.device)
+        value = next(norms) if part.numel() else norm_of_nothing(order, part.dtype, part.device)
         if isinstance(tensor, ShardTensorBase) and (axes := (cut := tensor._cut).axes):
             if kind is None or kind.axes is not axes or kind.comm is not cut.comm:
                 kind = NormKind.of(order, cut)
@@ -240,14 +275,31 @@ def _reduce_all(call: Operation) -> torch.Tensor:
     if cut.is_replicated:
         return _tensor(call.func(local))
     if REDUCTIONS[name] == "sum":
+        if name == "mean" and not (local.is_floating_point() or local.is_complex()):
+            return _tensor(call.func(local))  # torch's error
         partial = local.sum() / tensor.numel() if name == "mean" else _tensor(call.func(local))
         return _sum(partial, cut)
-    sign = 1 if REDUCTIONS[name] == "max" else -1
-    nothing = torch.full((), float("-inf"), dtype=torch.float64, device=local.device)
-    extreme = _tensor(call.func(local)).double() * sign if local.numel() else nothing
+    is_max = REDUCTIONS[name] == "max"
+    if tensor.numel() and not local.numel() and name not in ("all", "any"):
+        local = local.new_full((1,), _lowest(local.dtype) if is_max else _highest(local.dtype))
+    extreme = _tensor(call.func(local))
+    sent = extreme.byte() if extreme.dtype == torch.bool else extreme
     for axis in cut.axes:
-        extreme = cut.comm.max(extreme, axis, GATHER_SITE)
-    return (extreme * sign).to(torch.bool if name in ("all", "any") else local.dtype)
+        rows = cut.comm.gather_rows(sent, axis, GATHER_SITE)
+        sent = rows.amax(dim=0) if is_max else rows.amin(dim=0)
+    return sent.to(extreme.dtype)
+
+
+def _highest(dtype: torch.dtype) -> float | int:
+    if dtype == torch.bool:
+        return True
+    return float("inf") if dtype.is_floating_point else torch.iinfo(dtype).max
+
+
+def _lowest(dtype: torch.dtype) -> float | int:
+    if dtype == torch.bool:
+        return False
+    return float("-inf") if dtype.is_floating_point else torch.iinfo(dtype).min
 
 
 def _reduce_dims(call: Operation) -> object:
