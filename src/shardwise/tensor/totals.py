@@ -252,15 +252,17 @@ def _total_norms(tensors: Sequence[torch.Tensor], order: object) -> list[torch.T
             "use full_tensor()"
         )
     parts = [t._local_tensor if isinstance(t, ShardTensorBase) else t for t in tensors]
-    for tensor, part in zip(tensors, parts, strict=True):
-        if tensor.numel() == 0:
-            torch.linalg.vector_norm(part, order)  # raises torch's error where there is no norm
     filled = [part for part in parts if part.numel()]
     norms = iter(torch._foreach_norm(filled, order) if filled else ())
     found: list[torch.Tensor] = []
     kind: NormKind | None = None
     for tensor, part in zip(tensors, parts, strict=True):
-        value = next(norms) if part.numel() else norm_of_nothing(order, part.dtype, part.device)
+        if part.numel():
+            value = next(norms)
+        elif tensor.numel():
+            value = norm_of_nothing(order, part.dtype, part.device)
+        else:
+            value = torch.linalg.vector_norm(part, order)  # or torch's error: there is none
         if isinstance(tensor, ShardTensorBase) and (axes := (cut := tensor._cut).axes):
             if kind is None or kind.axes is not axes or kind.comm is not cut.comm:
                 kind = NormKind.of(order, cut)
