@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 from functools import reduce
-from math import inf
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,7 +14,7 @@ from shardwise.parallel.tying import ties_of
 from shardwise.tensor.cut import axes_of_mesh
 from shardwise.tensor.plain_state import owner_of
 from shardwise.tensor.tensor_base import ShardTensorBase
-from shardwise.tensor.totals import LazyNorm, NormKind
+from shardwise.tensor.totals import LazyNorm, NormKind, norm_of_nothing
 
 
 @torch.no_grad()
@@ -52,7 +51,7 @@ def clip_grad_norm_(
     norms = iter(torch._foreach_norm(grads, order)) if grads else iter(())
     # One dtype on all ranks, with and without gradients, because norms are sent.
     dtype = reduce(torch.promote_types, [param.dtype for param in params])
-    nothing = torch.tensor(inf if order == -inf else 0.0, dtype=dtype, device=params[0].device)
+    nothing = norm_of_nothing(order, dtype, params[0].device)
     each = [next(norms) if grad is not None and grad.numel() else nothing for grad in found]
     for place, owner in enumerate(owners if ties else ()):
         if owner is not None and owner.tie is not None and not owner.tie.counts(owner):

@@ -22,7 +22,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardwise.comm.collectives import Comm
 from shardwise.comm.pending import CollectiveId
-from shardwise.errors import ShardError
+from shardwise.errors import ShardError, StateError
 from shardwise.layout.boxes import Region, contiguous_stride, full_region
 from shardwise.layout.segments import Layout
 from shardwise.mesh import Axis, axis_of
@@ -147,6 +147,8 @@ class Cut:
         """Return a view of the tensor's shape. **Raises** ShardError if ``full`` does not fit."""
         try:
             return full.expand(self.shape)
+        except StateError:  # of a gradient that is not reduced
+            raise
         except RuntimeError as error:
             raise UnlikeCuts(
                 f"a tensor of shape {tuple(full.shape)} was combined with a ShardTensor of shape "

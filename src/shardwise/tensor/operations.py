@@ -28,7 +28,8 @@ __floordiv__
 """
 _FILL = "zero fill"
 _COPIES = """
-clone contiguous _to_copy float double half bfloat16 type type_as cpu cuda
+clone contiguous _to_copy float double half bfloat16 long int short char byte bool type type_as
+cpu cuda
 zeros_like ones_like empty_like full_like lift_fresh
 """
 
@@ -78,6 +79,14 @@ LOCAL_FACTS = _names(
     """
     is_floating_point is_complex is_signed element_size get_device dtype device layout is_cuda
     is_cpu is_sparse is_sparse_csr is_meta is_quantized is_mkldnn is_mps
+    """
+)
+
+# Answered of a tensor whose values are not complete yet: a norm or gradient of this rank alone.
+FACTS = LOCAL_FACTS | _names(
+    """
+    size dim ndimension numel nelement stride is_contiguous is_same_size shape ndim requires_grad
+    is_leaf grad_fn itemsize nbytes names is_nested __len__ __hash__
     """
 )
 

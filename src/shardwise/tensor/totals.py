@@ -18,13 +18,11 @@ from shardwise.comm.pending import CollectiveId
 from shardwise.errors import ShardError
 from shardwise.mesh import Axis
 from shardwise.tensor.cut import GATHER_SITE, Cut
-from shardwise.tensor.operations import NORMS, REDUCTIONS
+from shardwise.tensor.operations import FACTS, NORMS, REDUCTIONS
 from shardwise.tensor.tensor_base import Operation, ShardTensorBase, is_replicated
 
 _SITE = CollectiveId("gather", "(norm)", 0)
 _ORDERS = ("p", "ord")
-_METADATA = frozenset({"dim", "size", "numel", "ndimension", "stride", "is_floating_point"})
-_PROPERTIES_OF_VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 
 
 @dataclass(frozen=True)
@@ -63,45 +61,55 @@ class NormKind:
 class LazyNorm(torch.Tensor):
     """A norm (or a vector of norms) of this rank's elements, completed when a value is read.
 
-    Norms in a vector may be of several kinds, as parameters may be on several meshes. Once complete
-    it stands for one plain tensor: views are views of that tensor, and writes are writes to it.
+    Norms in a vector may be of several kinds, as parameters may be on several meshes.
 
-    **Cost** one collective over each axis of each kind when a value is first read or written.
+    The first call that reads or writes a value completes the norm, once. All calls then run on the
+    completed tensor, so a write is seen by every later call, and views share memory with it.
+    Functions of C++ that take a number without asking ``__torch_function__`` (``alpha=norm``,
+    ``torch.full``) arrive at ``__torch_dispatch__``.
+
+    **Cost** one collective over each axis of each kind when a value is first read.
     """
 
-    _kinds: tuple[NormKind, ...]  # of each norm
-    _partial: torch.Tensor
-    _complete: torch.Tensor | None
+    _kinds: tuple[NormKind, ...]  # of each norm; empty once they are complete
+    _norms: torch.Tensor  # this rank's part, or the complete norms
 
     @classmethod
-    def of(cls, partial: torch.Tensor, *kinds: NormKind) -> "LazyNorm":
+    def of(cls, values: torch.Tensor, *kinds: NormKind) -> "LazyNorm":
         """Wrap this rank's part."""
-        lazy: LazyNorm = partial.as_subclass(cls)
+        lazy: LazyNorm = values.as_subclass(cls)
         lazy._kinds = kinds
-        lazy._partial = partial
-        lazy._complete = None
+        lazy._norms = values
         return lazy
+
+    def __hash__(self) -> int:
+        """Identify the tensor, as torch does; sends nothing."""
+        return id(self)
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Stay lazy if nothing changes, as when ``get_total_norm`` moves every norm."""
-        if not kwargs and args == (self._partial.device,):
+        if not kwargs and args == (self._norms.device,):
             return self
         return self.resolve().to(*args, **kwargs)
 
+    def detach(self) -> torch.Tensor:
+        """Return another tensor of the same memory and class, which `nn.Parameter` asks for."""
+        return LazyNorm.of(self.resolve().detach())
+
     def resolve(self) -> torch.Tensor:
-        """Return the norms over all ranks as a plain tensor, the same one in each call."""
-        if self._complete is None:
-            total = self._partial.clone()
-            for kind, places in self._by_kind():
-                total.view(-1)[places] = kind.combine(self._partial.reshape(-1)[places])
-            self._complete = total
-        return self._complete
+        """Complete the norms over all ranks; return the tensor that all later calls run on."""
+        if self._kinds:
+            with torch.inference_mode(self._norms.is_inference()), torch.no_grad():
+                total = self._norms.clone()
+                for kind, places in self._by_kind():
+                    total.view(-1)[places] = kind.combine(self._norms.reshape(-1)[places])
+            self._norms, self._kinds = total, ()
+        return self._norms
 
     def total(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the norm of the norms; combine each kind on this rank, then over ranks."""
-        flat = self._partial.reshape(-1)
-        # The number of norms that are not 0 needs complete norms.
-        if self._complete is not None or self._kinds[0].order == 0:
+        flat = self._norms.reshape(-1)
+        if self._kinds[0].order == 0:  # the number of norms that are not 0 needs complete norms
             return torch.linalg.vector_norm(self.resolve().reshape(-1), *args, **kwargs)
         found = [
             kind.combine(torch.linalg.vector_norm(flat[places], *args, **kwargs))
@@ -131,30 +139,44 @@ class LazyNorm(torch.Tensor):
     ) -> Any:
         """Stay lazy through the calls of ``get_total_norm``; resolve for any other call."""
         call = Operation(func, getattr(func, "__name__", ""), args, kwargs)
-        is_value = call.name == "__get__" and func.__self__.__name__ in _PROPERTIES_OF_VALUES  # type: ignore[attr-defined]
-        if call.name in _METADATA or (call.name == "__get__" and not is_value):
-            with torch._C.DisableTorchFunctionSubclass():
-                return call.run()
+        if call.name == "__get__":
+            call.name = func.__self__.__name__  # type: ignore[attr-defined]
+        if call.name in FACTS:
+            return call.run(lambda value: value._norms if isinstance(value, LazyNorm) else value)
         if call.name == "stack" and len(args) == 1 and not kwargs:
             stacked = _stacked(args[0])
             if stacked is not None:
                 return stacked
         if call.name in ("vector_norm", "linalg_vector_norm") and _is_total(call):
             return args[0].total(*args[1:], **call.kwargs)
-        return call.run(_resolved)
+        result = call.run(_resolved)
+        lazy = (value for value in call.values if isinstance(value, LazyNorm))
+        return next((given for given in lazy if given._norms is result), result)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> object:
+        """Resolve for a call that reaches ATen without ``__torch_function__``."""
+        return Operation(func, "", args, kwargs).run(_resolved)
 
 
 def _stacked(values: Sequence[torch.Tensor]) -> LazyNorm | None:
     """Stack single norms of one order; plain ones are complete. Return None for other values."""
-    order = next(v._kinds[0].order for v in values if isinstance(v, LazyNorm))
+    orders = [v._kinds[0].order for v in values if isinstance(v, LazyNorm) and v._kinds]
+    if not orders:
+        return None
+    order = orders[0]
     complete = NormKind(order, None, ())
     kinds: list[NormKind] = []
     partials: list[torch.Tensor] = []
     for value in values:
-        if isinstance(value, LazyNorm) and value._complete is None:
-            kind, partial = value._kinds[0], value._partial
-        elif isinstance(value, LazyNorm):
-            kind, partial = complete, value.resolve()
+        if isinstance(value, LazyNorm):
+            kind, partial = (*value._kinds, complete)[0], value._norms
         elif type(value) is torch.Tensor:
             kind, partial = complete, value
         else:
@@ -170,7 +192,8 @@ def _is_total(call: Operation) -> bool:
     first, *others = call.args
     order = others[0] if others else call.kwargs.get("ord", 2.0)
     is_plain = not set(call.kwargs) - {"ord"} and len(others) < 2
-    return isinstance(first, LazyNorm) and first._kinds[0].order == order and is_plain
+    is_lazy = isinstance(first, LazyNorm) and bool(first._kinds)
+    return is_lazy and first._kinds[0].order == order and is_plain
 
 
 def _resolved(value: Any) -> Any:
@@ -179,6 +202,11 @@ def _resolved(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return type(value)(_resolved(v) for v in value)
     return value
+
+
+def norm_of_nothing(order: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return the norm of a rank without elements: it changes no norm that it is combined with."""
+    return torch.full((), float("inf") if order < 0 else 0.0, dtype=dtype, device=device)
 
 
 def norm(call: Operation) -> object:
@@ -233,9 +261,10 @@ def _total_norms(tensors: Sequence[torch.Tensor], order: object) -> list[torch.T
     for tensor, part in zip(tensors, parts, strict=True):
         if part.numel():
             value = next(norms)
-        else:  # the neutral element
-            start = float("inf") if order < 0 else 0.0
-            value = torch.full((), start, dtype=part.dtype, device=part.device)
+        elif tensor.numel():
+            value = norm_of_nothing(order, part.dtype, part.device)
+        else:
+            value = torch.linalg.vector_norm(part, order)  # or torch's error: there is none
         if isinstance(tensor, ShardTensorBase) and (axes := (cut := tensor._cut).axes):
             if kind is None or kind.axes is not axes or kind.comm is not cut.comm:
                 kind = NormKind.of(order, cut)
@@ -245,7 +274,7 @@ def _total_norms(tensors: Sequence[torch.Tensor], order: object) -> list[torch.T
 
 
 def _warn_of_plain(tensors: Sequence[torch.Tensor]) -> None:
-    """Warn once of plain gradients among sharded ones, as each rank has others."""
+    """Warn of plain gradients among sharded ones, as each rank has others."""
     sharded = next((t for t in tensors if isinstance(t, ShardTensorBase)), None)
     if sharded is None or all(isinstance(t, ShardTensorBase) for t in tensors):
         return
@@ -265,44 +294,37 @@ def _reduce_all(call: Operation) -> torch.Tensor:
     local, cut, name = tensor._local_tensor, tensor._cut, call.name
     if cut.is_replicated:
         return _tensor(call.func(local))
-    how = REDUCTIONS[name]
-    if name == "mean":
-        return _sum(local.sum() / tensor.numel(), cut)
-    if how in ("max", "min") and not local.numel():
-        partial = _neutral(name, local)
-    else:
-        partial = _tensor(call.func(local))
-    if how == "sum":
+    if REDUCTIONS[name] == "sum":
+        if name == "mean" and not (local.is_floating_point() or local.is_complex()):
+            return _tensor(call.func(local))  # torch's error
+        partial = local.sum() / tensor.numel() if name == "mean" else _tensor(call.func(local))
         return _sum(partial, cut)
-    combine = _COMBINE[how]
-    is_bool = partial.dtype == torch.bool
-    partial = partial.to(torch.uint8) if is_bool else partial
+    if name == "prod":
+        partial = _tensor(call.func(local))
+        for axis in cut.axes:
+            partial = cut.comm.gather_rows(partial, axis, GATHER_SITE).prod(dim=0)
+        return partial
+    is_max = REDUCTIONS[name] == "max"
+    if tensor.numel() and not local.numel() and name not in ("all", "any"):
+        local = local.new_full((1,), _lowest(local.dtype) if is_max else _highest(local.dtype))
+    extreme = _tensor(call.func(local))
+    sent = extreme.byte() if extreme.dtype == torch.bool else extreme
     for axis in cut.axes:
-        partial = combine(cut.comm.gather_rows(partial, axis, GATHER_SITE), dim=0)
-    return partial.to(torch.bool) if is_bool else partial
+        rows = cut.comm.gather_rows(sent, axis, GATHER_SITE)
+        sent = rows.amax(dim=0) if is_max else rows.amin(dim=0)
+    return sent.to(extreme.dtype)
 
 
-_COMBINE: dict[str, Callable[..., torch.Tensor]] = {
-    "max": torch.amax,
-    "min": torch.amin,
-    "prod": torch.prod,
-}
+def _highest(dtype: torch.dtype) -> float | int:
+    if dtype == torch.bool:
+        return True
+    return float("inf") if dtype.is_floating_point else torch.iinfo(dtype).max
 
 
-def _neutral(name: str, local: torch.Tensor) -> torch.Tensor:
-    """Return the value of a maximum or minimum of nothing, which changes no other."""
-    dtype, is_max = local.dtype, REDUCTIONS[name] == "max"
-    value: float | bool
-    if name in ("all", "any"):
-        dtype, value = torch.bool, name == "all"
-    elif dtype == torch.bool:
-        value = not is_max
-    elif dtype.is_floating_point:
-        value = float("-inf") if is_max else float("inf")
-    else:
-        limits = torch.iinfo(dtype)
-        value = limits.min if is_max else limits.max
-    return torch.full((), value, dtype=dtype, device=local.device)
+def _lowest(dtype: torch.dtype) -> float | int:
+    if dtype == torch.bool:
+        return False
+    return float("-inf") if dtype.is_floating_point else torch.iinfo(dtype).min
 
 
 def _reduce_dims(call: Operation) -> object:

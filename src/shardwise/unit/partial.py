@@ -7,6 +7,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 
 from shardwise.errors import StateError
+from shardwise.tensor.operations import FACTS
 
 
 @dataclass
@@ -47,6 +48,10 @@ class PartialGrad(torch.Tensor):
 
     _holder: Holder
 
+    def __repr__(self) -> str:  # type: ignore[override]
+        """Show the shape; there is no value yet."""
+        return f"PartialGrad(shape={tuple(self.shape)}, dtype={self.dtype}, not reduced yet)"
+
     def full_tensor(self) -> NoReturn:
         """Refuse: there is no mean to gather yet."""
         raise _not_reduced("full_tensor", [self._holder])
@@ -74,9 +79,13 @@ class PartialGrad(torch.Tensor):
     ) -> Any:
         """Allow dropping the gradient; refuse to read it."""
         name = getattr(func, "__name__", "")
-        if name in ("__get__", "requires_grad_", "detach_", "__repr__", "__hash__"):
+        if name == "__get__":
+            name = func.__self__.__name__  # type: ignore[attr-defined]
+        if name in FACTS or name == "requires_grad_":
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        if name == "detach_":
+            return args[0]
         if name in ("zero_", "_foreach_zero_"):
             for grad in args[0] if name == "_foreach_zero_" else args[:1]:
                 if isinstance(grad, PartialGrad):
@@ -85,8 +94,18 @@ class PartialGrad(torch.Tensor):
         if name == "div_" and isinstance(args[0], PartialGrad) and args[0]._holder.leaves_scale:
             args[0]._holder.leaves_scale = False
             return args[0]
-        holders = [a._holder for a in _flatten(args) if isinstance(a, PartialGrad)]
-        raise _not_reduced(name, holders)
+        raise _not_reduced(name, _holders((*args, *(kwargs or {}).values())))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> NoReturn:
+        """Refuse calls that reach ATen without ``__torch_function__``, as ``torch.tensor``."""
+        raise _not_reduced(str(func), _holders((*args, *(kwargs or {}).values())))
 
 
 def _not_reduced(name: str, holders: Sequence[Holder]) -> StateError:
@@ -98,5 +117,6 @@ def _not_reduced(name: str, holders: Sequence[Holder]) -> StateError:
     )
 
 
-def _flatten(args: tuple[object, ...]) -> list[object]:
-    return [x for a in args for x in (a if isinstance(a, list | tuple) else (a,))]
+def _holders(args: tuple[object, ...]) -> list[Holder]:
+    flat = [x for a in args for x in (a if isinstance(a, list | tuple) else (a,))]
+    return [value._holder for value in flat if isinstance(value, PartialGrad)]
