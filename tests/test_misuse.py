@@ -73,6 +73,20 @@ def test_a_capture_is_refused_and_the_model_runs_on_as_the_plain_copy_is_capture
 
 
 @on_ranks(1)
+def test_fully_shard_after_shard_is_refused_and_the_model_runs_on(rank, world_size):
+    model = sharded()
+    for function in (torch.distributed.fsdp.fully_shard, shardwise.fully_shard):
+        for module in (model, model[0]):
+            with pytest.raises((StateError, ConfigError), match=r"shard\(\)"):
+                function(module)
+    copied = copy.deepcopy(model)
+    for each in (model, copied):
+        each(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(StateError, match=r"call one of the two"):
+        torch.distributed.fsdp.fully_shard(copied)
+
+
+@on_ranks(1)
 def test_a_model_wrapped_by_fsdp1_is_refused(rank, world_size):
     wrapped = FullyShardedDataParallel.__new__(FullyShardedDataParallel)  # it asks for a device
     nn.Module.__init__(wrapped)

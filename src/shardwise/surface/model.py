@@ -70,6 +70,7 @@ def attach(model: nn.Module, engine: Engine, units: Sequence[Unit]) -> None:
             state = states.setdefault(id(module), ShardState(engine, module))
             state.units.append(unit)
             note_state(module, state)
+            vars(module)[STATE_KEY] = StatesOfModule(vars(module)[STATE_KEY])
             _set_class(module, ShardedModule)
     engine.all_states = list(states.values())
 
@@ -78,6 +79,22 @@ def _set_class(module: Any, base: Any) -> None:
     if not isinstance(module, base):
         cls: Any = type(module)
         module.__class__ = sharded_class(cls, base)
+
+
+class StatesOfModule(dict[Any, Any]):
+    """The states that calls of torch's composable functions have left on a module.
+
+    Each of these functions first looks if it is in here already.
+    """
+
+    def __contains__(self, function: object) -> bool:
+        """Refuse `fully_shard` on a module that `shard` has sharded."""
+        if isinstance(self.get(function), ShardState):
+            raise StateError(
+                "fully_shard() of a module that shard() has sharded: call one of the two. For "
+                "other units write shard(model, units=[...])"
+            )
+        return super().__contains__(function)
 
 
 class ShardState(ModuleState):
