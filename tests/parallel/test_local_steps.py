@@ -67,18 +67,23 @@ def check(rank, world_size, replicas, model, micro_batches=1, num_steps=5, each=
 @pytest.mark.parametrize(("world_size", "replicas"), [(1, 1), (2, 2), (3, 3), (4, 2)])
 @on_ranks()
 def test_every_stage_equals_a_program_of_two_loops(rank, world_size, replicas):
-    for options in ({"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 3, "layout": "flat"}):
-        for outer in ({}, {"outer": NESTEROV}):
-            model = build(world_size, replicas, **options)
-            check(rank, world_size, replicas, model, every=2, **outer)
+    nesterov = {"outer": NESTEROV}
+    for options, outer in (
+        ({"stage": 0}, nesterov),
+        ({"stage": 1}, {}),
+        ({"stage": 2}, nesterov),
+        ({"stage": 3, "layout": "flat"}, nesterov),
+        ({"stage": 3, "layout": "flat"}, {}),
+    ):
+        model = build(world_size, replicas, **options)
+        check(rank, world_size, replicas, model, every=2, num_steps=4, **outer)
 
 
 @on_ranks(2)
 def test_groups_of_units_synchronize_at_their_own_steps(rank):
-    for streams, every in ((2, 4), (3, 3), (4, 5)):
-        for outer in ({}, {"outer": NESTEROV}):
-            model = build(2, 2, stage=3)
-            check(rank, 2, 2, model, every=every, streams=streams, num_steps=7, **outer)
+    for streams, every, outer in ((2, 4, {}), (3, 3, {}), (4, 5, {"outer": NESTEROV})):
+        model = build(2, 2, stage=3)
+        check(rank, 2, 2, model, every=every, streams=streams, num_steps=7, **outer)
 
 
 @on_ranks(4)

@@ -55,6 +55,12 @@ def test_keys_are_those_of_the_file_and_flags_win(tmp_path, text, flags, expecte
         ("micro-batch: 2\n", ["unknown key 'micro-batch'", "did you mean 'micro_batch'"]),
         ("zzz: 2\n", ["unknown key 'zzz'", "--help"]),
         ("local_steps: 8\n", ["local_steps: ", "give dp_replicate"]),
+        ("nearby_ranks: 2\nstage: 2\n", ["nearby_ranks: backward gathers nothing at stage 2"]),
+        ("nearby_ranks: 2\ntp: 2\n", ["nearby_ranks: expected tp, pp, cp and ep 1"]),
+        (
+            "dp_replicate: 2\nlocal_steps: 8\nprecision: fp16\n",
+            ["precision: expected bf16 or fp32 with local_steps"],
+        ),
         ("local_steps: {evry: 8}\n", ["unknown field 'evry'", "did you mean 'every'"]),
         ("local_steps: {every: 4, streams: 5}\n", ["streams=5", "at most every=4"]),
         ("local_steps: {every: 4, outer: adam}\n", ["outer='adam'", "'nesterov'"]),

@@ -277,19 +277,6 @@ class TrainConfig(StepKeys):
                 self.restarts and self.resume != "auto",
                 f"restarts: expected resume auto beside it, got {self.resume}",
             ),
-            (
-                self.nearby_ranks and self.stage != 3,
-                f"nearby_ranks: backward gathers nothing at stage {self.stage}; expected stage 3",
-            ),
-            (
-                self.nearby_ranks and (self.tp > 1 or self.pp > 1 or self.cp > 1 or self.ep > 1),
-                "nearby_ranks: expected tp, pp, cp and ep 1 beside it",
-            ),
-            (
-                self.local_steps and self.precision == "fp16",
-                "precision: expected bf16 or fp32 with local_steps, as each replica would have a "
-                "loss scale of its own, got fp16",
-            ),
             (  # as attention over parts of windows would raise at the first step
                 self.cp > 1 and self.cp_method == "heads" and heads // self.tp % self.cp,
                 f"cp_method: 'heads' needs a cp that divides {part}, got {self.cp}; take 'gather'",
@@ -305,6 +292,21 @@ class TrainConfig(StepKeys):
         ):
             if is_wrong:
                 raise ValueError(message)
+        return self
+
+    @model_validator(mode="after")
+    def _check_replicas_and_neighbours(self) -> Self:
+        if self.nearby_ranks and self.stage != 3:
+            raise ValueError(
+                f"nearby_ranks: backward gathers nothing at stage {self.stage}; expected stage 3"
+            )
+        if self.nearby_ranks and max(self.tp, self.pp, self.cp, self.ep) > 1:
+            raise ValueError("nearby_ranks: expected tp, pp, cp and ep 1 beside it")
+        if self.local_steps and self.precision == "fp16":
+            raise ValueError(
+                "precision: expected bf16 or fp32 with local_steps, as each replica would have a "
+                "loss scale of its own, got fp16"
+            )
         return self
 
     @model_validator(mode="after")
