@@ -228,7 +228,7 @@ class _Accelerate:
         if self._is_hybrid and "dp_replicate" not in values:
             values["dp_replicate"] = number
         if "dp_replicate" in values and self._is_hybrid:
-            nodes.tell("mapped", "replicas, if shards are hybrid")
+            nodes.tell("mapped", "dp_replicate, if shards are hybrid")
         else:
             by_flag = "the devices of a node are given by --gpus-per-node"
             nodes.tell("ignored", by_flag if self.reader.plans else "launching is torchrun's")
