@@ -17,21 +17,27 @@ from shardwise import observe, shard
 from shardwise.cli.main import app
 from shardwise.monitor.doctor import diagnose
 from shardwise.monitor.record import read_run
+from training_faults import TRAINING_FAULTS, TRAINING_HEALTHY
 
 SAMPLE = [
     *("slow link", "slow loop on a rank, the loss is averaged"),
     *("slow copies", "torch.save while others wait", "bad gradients", "overflows"),
     "uneven batches of two, fully_shard",
     *("updates that round away, fully_shard", "bad batch on a rank in a long line"),
+    *("the same data on all ranks", "zero_grad forgotten, fully_shard", "item() too often"),
+    *("a scaler that skips every step", "layers outside of the graph"),
+    *("dropout off after an evaluation", "a rate that is never stepped in epochs"),
+    *("a norm that explodes behind torch's clipping", "nan only in the evaluation of a rank"),
 ]
 HEALTHY_SAMPLE = [
-    *("stage 3 of 3", "accumulation", "fully_shard", "updates of 16 bits that arrive")
+    *("stage 3 of 3", "accumulation", "fully_shard", "updates of 16 bits that arrive"),
+    *("frozen weights beside a head", "a rate for each step", "zeros, not None, fully_shard"),
 ]
 
 
 @pytest.mark.parametrize("name", SAMPLE)
 def test_a_fault_is_found_with_its_rank(name, tmp_path):
-    scenario = FAULTS[name]
+    scenario = (FAULTS | TRAINING_FAULTS)[name]
     live = run_ranks(train, scenario.world_size, str(tmp_path), "fault", name)[0]
     told = diagnose(read_run(tmp_path))
     found = [(finding.code, finding.rank) for finding in told.findings]
@@ -51,7 +57,7 @@ def test_a_fault_is_found_with_its_rank(name, tmp_path):
 
 @pytest.mark.parametrize("name", HEALTHY_SAMPLE)
 def test_a_healthy_run_has_no_finding(name, tmp_path):
-    scenario = HEALTHY[name]
+    scenario = (HEALTHY | TRAINING_HEALTHY)[name]
     live = run_ranks(train, scenario.world_size, str(tmp_path), "healthy", name)[0]
     assert not diagnose(read_run(tmp_path)).findings
     assert not live and not (tmp_path / "observed" / "findings.jsonl").read_text()
@@ -67,6 +73,8 @@ def die(rank, world_size, output, how):
         for step in range(1, 7):
             if step == 3 and is_last and how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if step == 3 and is_last and how == "ends early":
+                break
             if step == 3 and is_last and how == "raises":
                 raise ValueError("label 17 is none of 10")
             if step == 3 and is_last and how == "out of memory":
@@ -87,6 +95,7 @@ def die(rank, world_size, output, how):
         ("killed", 3, 2, "rank 2 on"),
         ("raises", 3, 2, "rank 2 raised ValueError: label 17 is none of 10, in step 3"),
         ("out of memory", 1, 0, "rank 0 ran out of memory in step 3, asking for 2 GiB"),
+        ("ends early", 2, 1, "rank 1 ended the loop after step 2 without an error"),
         ("skips", 2, None, "torch's all_reduce of () float32 over ranks 0, 1"),
     ],
 )
@@ -100,6 +109,28 @@ def test_a_run_that_died_is_a_critical_finding_with_its_cause(
     (finding,) = json.loads(shown.output)["findings"]
     assert (finding["code"], finding["severity"]) == ("SW023", "critical")
     assert said in finding["verdict"] and (rank is None or finding["rank"] == rank)
+
+
+def stop(rank, world_size, output, how):
+    """Train, and end without the end of ``with``, or by an exception that says so."""
+    model = shard(Stack(), stage=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = observe(model, optimizer, output).start()
+    for step in range(1, 13):
+        model(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 12 and how == "program ends":
+            run._exit()  # what Python calls at the end of a program
+        if step == 12 and how == "exception":
+            error = type("EarlyStopping", (Exception,), {})()
+            assert not run.__exit__(type(error), error, None)
+
+
+@pytest.mark.parametrize("how", ["exception", "program ends"])
+def test_a_run_that_stops_by_choice_is_not_dead(how, tmp_path):
+    assert all(outcome.ok for outcome in start_ranks(stop, 2, str(tmp_path), how).wait())
+    assert "SW023" not in {finding.code for finding in diagnose(read_run(tmp_path)).findings}
 
 
 def test_the_command_tells_by_its_exit_code(tmp_path):
@@ -124,4 +155,5 @@ def test_every_finding_is_explained():
     shown = call(app, ["explain", "sw020"])
     assert shown.exit_code == 0 and "A straggler" in shown.output
     assert call(app, ["explain", "SW999"]).exit_code == 2
-    assert {s.code for s in FAULTS.values()} <= set(call(app, ["explain"]).output.split())
+    faults = FAULTS | TRAINING_FAULTS
+    assert {s.code for s in faults.values()} <= set(call(app, ["explain"]).output.split())

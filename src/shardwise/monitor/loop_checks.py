@@ -24,6 +24,8 @@ from shardwise.tensor.elements import elements_of
 from shardwise.tensor.plain_state import owner_of
 
 _FIRST, _SECOND = 3, 5
+# A step in which reads are counted takes half as long again, so of a short run there are few.
+_COUNTED_AT, _COUNTED_FROM = (5, 8, 13), 144
 _MOST_TENSORS, _MOST_ELEMENTS = 4, 4096  # of a model's inputs
 _READS = ("item", "tolist", "cpu")  # methods of tensors that wait for the device
 _OURS = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
@@ -44,6 +46,7 @@ class LoopChecks:
         self._thread = threading.get_ident()
         self.is_checking = False
         self._last, self._next = _FIRST, _FIRST
+        self._counts = False  # reads in the next step
         self._clear()
 
     def _clear(self) -> None:
@@ -60,8 +63,10 @@ class LoopChecks:
 
     def is_due(self, number: int) -> bool:
         """Tell whether a step, counted from 1, is to be checked; call it once for each."""
+        self._counts = False
         if number < self._next:
             return False
+        self._counts = number in _COUNTED_AT or number >= _COUNTED_FROM
         self._last, self._next = self._next, max(_SECOND, self._next + self._last)
         if self._last == _FIRST:
             self._next = _SECOND
@@ -72,9 +77,9 @@ class LoopChecks:
         was, self.is_checking = self.is_checking, is_checked
         if is_checked:
             self._clear()
-        if is_checked and sys.getprofile() is None:
+        if is_checked and self._counts and sys.getprofile() is None:
             sys.setprofile(self._count_reads)
-        elif was and not is_checked and getattr(sys.getprofile(), "__self__", None) is self:
+        elif was and getattr(sys.getprofile(), "__self__", None) is self:
             sys.setprofile(None)
 
     def take(self) -> tuple[Mapping[str, float], int | None, dict[str, bool] | None]:

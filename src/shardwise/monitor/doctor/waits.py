@@ -365,7 +365,8 @@ def uneven_batches(e: Evidence) -> Finding | None:
             late_s,
             rank is not None and max(seconds, key=seconds.__getitem__) != rank,
         )
-    is_long = waited_s >= max(_SKEW * whole_s, e.noise_s)
+    core_s = _TIMES_CORE_WAIT * e.core_wait_s if e.is_cpu and not late_s else 0.0
+    is_long = waited_s >= max(_SKEW * whole_s, e.noise_s, core_s)
     if behind < _SKEW or (is_other and is_long):
         return None
     if not is_long or expected_s < _EXPLAINS * waited_s:
