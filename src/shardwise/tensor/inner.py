@@ -102,9 +102,9 @@ def chunk_of(values: torch.Tensor, num_ranks: int, rank: int, dim: int = 0) -> t
     """
     size = values.shape[dim]
     rows = -(-size // num_ranks)
-    begin = min(rank * rows, size)
-    length = min(rows, size - begin)
-    chunk = values.narrow(dim, begin, length)
+    chunks = values.chunk(num_ranks, dim)  # a class may support only this way of slicing
+    chunk = chunks[rank] if rank < len(chunks) and size else values.narrow(dim, size, 0)
+    length = chunk.shape[dim]
     if type(values) is torch.Tensor:
         return chunk.clone()  # a DTensor made of a view can be neither pickled nor copied
     padded = list(values.shape)
