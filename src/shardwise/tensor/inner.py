@@ -54,8 +54,18 @@ def has_own_gather(local: torch.Tensor) -> bool:
 def refuse_opaque(local: torch.Tensor, name: str) -> None:
     """Refuse a parameter that wraps other tensors and does not define its gather.
 
+    Also refuse the weight of bitsandbytes' ``Linear8bitLt``: its codes and scales are attributes,
+    which the full parameter would not have.
+
     **Raises** ConfigError with the parameter's name and class.
     """
+    if any(kind.__name__ == "Int8Params" for kind in type(local).__mro__):
+        raise ConfigError(
+            f"parameter '{name}' is an Int8Params, the weight of bitsandbytes' Linear8bitLt "
+            "(LLM.int8): its codes and scales are attributes of the parameter, which cannot be cut "
+            "and gathered. Use 4-bit layers (Linear4bit; in transformers "
+            "BitsAndBytesConfig(load_in_4bit=True)), or leave the layer unquantized"
+        )
     if hasattr(local, "__tensor_flatten__") and not has_own_gather(local):
         raise ConfigError(
             f"parameter '{name}' is a {type(local).__name__}, a class that wraps other tensors and "
