@@ -55,6 +55,17 @@ class HalfSent(Tensor):
         return upcast, (upcast,)
 
 
+class OnlyChunked(HalfSent):
+    """Values that can be cut by ``chunk``, and not by ``narrow``."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args, kwargs=None):
+        is_slice = func is torch.ops.aten.slice.Tensor
+        if is_slice and args[3] - args[2] < args[0].shape[args[1]]:
+            raise NotImplementedError(f"{func} of {cls.__name__}")
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
 class Scaled(HalfSent):
     """Values beside a scale, which has no row for each of them."""
 

@@ -141,6 +141,20 @@ def test_a_parameter_of_a_class_that_does_not_say_how_it_is_gathered_is_named():
             shard(model)
 
 
+class Int8Params(nn.Parameter):
+    """The class name of LLM.int8's weights, in bitsandbytes."""
+
+
+def test_a_weight_of_llm_int8_is_refused_by_name():
+    for shard in (shardwise.shard, shardwise.fully_shard):
+        model = Net()
+        weight = Int8Params(torch.zeros(2, 2, dtype=torch.int8), requires_grad=False)
+        model.head.weight = weight
+        with pytest.raises(ConfigError, match=r"'head.weight' is an Int8Params.*Linear4bit"):
+            shard(model)
+        assert model.head.weight is weight
+
+
 def test_no_precision_keeps_each_parameters_dtype():
     model = Net().bfloat16()
     shardwise.shard(model, precision=None)

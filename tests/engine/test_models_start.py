@@ -195,3 +195,27 @@ def test_modules_that_are_live_already_keep_rank_zeros_values(rank):
         values = full_parameters(model)
         assert torch.equal(values["head.weight"], torch.ones(5, 8))
         assert values["blocks.0.up.weight"].std() > 0
+
+
+class Float8(nn.Module):
+    """A frozen weight in float8, and another dtype that gloo does not know."""
+
+    def __init__(self, rank):
+        super().__init__()
+        values = torch.full((5, 3), rank + 1.0).to(torch.float8_e4m3fn)
+        self.weight = nn.Parameter(values, requires_grad=False)
+        self.scale = nn.Parameter(torch.ones(3))
+        self.register_buffer("mask", torch.full((3,), rank, dtype=torch.uint16))
+
+    def forward(self, x):
+        return x @ (self.weight.float() * self.scale)
+
+
+@on_ranks(1, 3)
+def test_float8_parameters_have_rank_zeros_values(rank):
+    for options in LAYOUTS:
+        model = shard(Float8(rank), **options)
+        assert torch.equal(model(torch.ones(1, 5)), torch.full((1, 3), 5.0))
+        whole = model.weight.full_tensor()
+        assert whole.dtype is torch.float8_e4m3fn and whole.float().unique().tolist() == [1.0]
+        assert model.mask.tolist() == [0, 0, 0]

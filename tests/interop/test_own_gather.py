@@ -10,11 +10,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import shardwise
 from oracle import assert_same_bits
-from own_gather import KINDS, OwnNet
+from own_gather import KINDS, OnlyChunked, OwnNet
 from ranks import on_ranks, run_sizes
 from shardwise.errors import ConfigError, ReplicaError, StateError
 from shardwise.tensor.inner import gather_whole, plain_parts
 from shardwise.tensor.plain_state import owner_of
+from trainer import full as whole
 from trainer import sharded_by_block
 
 STAGES = (1, 2, 3)
@@ -274,3 +275,15 @@ def test_what_tensors_with_a_gather_of_their_own_cannot_do_is_refused(rank):
         ConfigError, match=r"blocks\.0\.weight' is a Scaled, whose 'scale' has shape"
     ):
         shardwise.save("nowhere", scaled)
+
+
+@on_ranks(2)
+def test_a_class_that_is_only_cut_by_chunks_is_sharded(rank):
+    """Let it refuse slices, as torchao's NF4 does."""
+    values = torch.arange(24.0).view(6, 4)
+    for to_shards in (shardwise.shard, shardwise.fully_shard):
+        layer = nn.Linear(4, 6, bias=False)
+        layer.weight = nn.Parameter(OnlyChunked(values.clone()), requires_grad=False)
+        model = to_shards(nn.Sequential(layer, nn.Linear(6, 2)))
+        model(torch.ones(1, 4)).sum().backward()
+        assert torch.equal(whole(model[1].weight.grad), values.sum(1).expand(2, 6))

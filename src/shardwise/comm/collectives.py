@@ -36,6 +36,8 @@ from shardwise.trace import Tracer, Traffic
 _MODELS = 1 << 9
 _UNITS_PER_MODEL = 1 << 12
 _TIED_TAG = 9  # gloo's; a pipeline schedule's own messages have tag 0
+# A dtype of the same size that every backend sends; gloo knows no float8 and no unsigned integers.
+_BITS_OF = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
 _NUMBERS = count(1)  # so that no tag is 0, the default of torch's own sends
 
 
@@ -388,11 +390,13 @@ class Comm:
 
         With further axes, by that of their first rank.
         """
+        bits = _BITS_OF.get(tensor.itemsize, tensor.dtype)
+        sent = tensor if tensor.dtype == bits else tensor.detach().view(bits)
         for axis in reversed((*self.axes.all, *also)):
             if axis.size > 1:
                 with blocking_collective(key_of(collective, axis)):
                     first = source if axis is self.axes.shard else 0
-                    dist.broadcast(tensor, group=axis.group, group_src=first)
+                    dist.broadcast(sent, group=axis.group, group_src=first)
 
 
 def make_comm(axes: DataAxes, device: torch.device) -> Comm:

@@ -54,8 +54,18 @@ def has_own_gather(local: torch.Tensor) -> bool:
 def refuse_opaque(local: torch.Tensor, name: str) -> None:
     """Refuse a parameter that wraps other tensors and does not define its gather.
 
+    Also refuse the weight of bitsandbytes' ``Linear8bitLt``: its codes and scales are attributes,
+    which the full parameter would not have.
+
     **Raises** ConfigError with the parameter's name and class.
     """
+    if any(kind.__name__ == "Int8Params" for kind in type(local).__mro__):
+        raise ConfigError(
+            f"parameter '{name}' is an Int8Params, the weight of bitsandbytes' Linear8bitLt "
+            "(LLM.int8): its codes and scales are attributes of the parameter, which cannot be cut "
+            "and gathered. Use 4-bit layers (Linear4bit; in transformers "
+            "BitsAndBytesConfig(load_in_4bit=True)), or leave the layer unquantized"
+        )
     if hasattr(local, "__tensor_flatten__") and not has_own_gather(local):
         raise ConfigError(
             f"parameter '{name}' is a {type(local).__name__}, a class that wraps other tensors and "
@@ -102,9 +112,9 @@ def chunk_of(values: torch.Tensor, num_ranks: int, rank: int, dim: int = 0) -> t
     """
     size = values.shape[dim]
     rows = -(-size // num_ranks)
-    begin = min(rank * rows, size)
-    length = min(rows, size - begin)
-    chunk = values.narrow(dim, begin, length)
+    chunks = values.chunk(num_ranks, dim)  # a class may support only this way of slicing
+    chunk = chunks[rank] if rank < len(chunks) and size else values.narrow(dim, size, 0)
+    length = chunk.shape[dim]
     if type(values) is torch.Tensor:
         return chunk.clone()  # a DTensor made of a view can be neither pickled nor copied
     padded = list(values.shape)

@@ -35,8 +35,10 @@ from shardwise.interop.fsdp2.meshes import (
 )
 from shardwise.interop.fsdp2.state import State, sharded_class, state_of
 from shardwise.interop.fsdp2.units import Asked, make_unit, take
+from shardwise.layout.placements import local_of
 from shardwise.layout.units import ParamUse
 from shardwise.mesh import Axis, nearby_axis
+from shardwise.tensor.inner import refuse_opaque
 from shardwise.tensor.replaced import retire
 from shardwise.tensor.shard_tensor import ShardTensor
 from shardwise.unit.gradient import check_hooks
@@ -120,6 +122,8 @@ def fully_shard(
     managed = _managed_modules(modules, ignored_params)
     params, buffers = _get_managed_states(managed, ignored_params)
     uses = _uses_of(modules, params)
+    for param in params:
+        refuse_opaque(local_of(param), uses[param][0].name)
     _move((*params, *buffers), device)
     asked = Asked(device, mp, precision, offload, reshard_after_forward is None, moves)
     units: dict[ShardingMesh, Unit] = {}

@@ -23,7 +23,7 @@ from shardwise.mesh import Axis
 from shardwise.offload.home import Home
 from shardwise.stages import STAGES, UnitSettings
 from shardwise.tensor.cut import as_dtensor, cut_along, cut_piece, make_cut
-from shardwise.tensor.inner import chunk_of, has_own_gather, holds_codes, refuse_opaque
+from shardwise.tensor.inner import chunk_of, has_own_gather, holds_codes
 from shardwise.tensor.plain_state import FULLY_SHARD, OfFullyShard
 from shardwise.trace import FullParamLedger
 from shardwise.unit.encodings import AS_IT_LIES, AlongDim, OwnGather
@@ -119,7 +119,6 @@ def take(
 
 
 def _check(name: str, param: nn.Parameter, values: torch.Tensor, dim: int, num_ranks: int) -> None:
-    refuse_opaque(values, name)
     if not param.is_contiguous() or not values.is_contiguous():
         raise NotImplementedError(
             f"FSDP does not support non-contiguous parameters yet: '{name}' has "
