@@ -3,6 +3,7 @@
 import copy
 import logging
 import pickle
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -406,3 +407,27 @@ def test_what_cannot_hold_says_what_to_use_and_the_rest_is_accepted(rank, world)
     loss_of(model, 1, rank).backward()
     same_gradients(model, expected(world, (1,)))
     dist.barrier()
+
+
+@on_ranks(2, 3)
+def test_a_numpy_array_of_a_full_parameter_is_told_and_the_next_steps_are_right(rank):
+    losses = {}
+    for reads in (False, True):
+        model, kept = sharded(3), []
+        unit = next(module for module in model.modules() if isinstance(module, Block))
+        if reads:
+            unit.register_forward_pre_hook(
+                lambda module, args, kept=kept: kept.append(
+                    next(module.parameters()).detach().numpy()
+                )
+            )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses[reads] = []
+        with pytest.warns(UserWarning, match="NumPy array.*clone") if reads else nullcontext():
+            for number in range(3):
+                loss = model(batch(number, rank)).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses[reads].append(loss.item())
+    assert losses[True] == losses[False]

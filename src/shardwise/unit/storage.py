@@ -273,11 +273,19 @@ class FullCopy:
             if self._ledger is not None:
                 self._ledger.allocate(self._nbytes)
 
+    @property
+    def is_held(self) -> bool:
+        """Tell whether the memory could not be freed: ``tensor.numpy()`` makes it stay as it is."""
+        return self._frees and self.is_allocated and not self.data.untyped_storage().resizable()
+
     def free(self) -> None:
-        """Free the memory if the stage does."""
+        """Free the memory if the stage does, and give up its values."""
         if self._frees and self.is_allocated:
+            self.version = None
+            if self.is_held:
+                return
             self.data.untyped_storage().resize_(0)
-            self.is_allocated, self.version = False, None
+            self.is_allocated = False
             if self._ledger is not None:
                 self._ledger.free(self._nbytes)
 

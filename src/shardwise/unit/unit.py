@@ -284,6 +284,19 @@ class Unit:
             for param in self.params:
                 param.put(param.sharded)
                 param.encoding.free()
+        for storage in self.storages:
+            if storage.copy.is_held:
+                self._warn_of_array(storage)
+
+    def _warn_of_array(self, storage: Storage) -> None:
+        names = [param.name for param in self.params if param.rests_in(storage)]
+        warnings.warn(
+            f"unit '{self.name or '(root)'}': a NumPy array was made of the memory of a full "
+            f"parameter ({', '.join(names)[:200]}), so its {storage.full.nbytes} bytes stay "
+            "allocated from now on, and the array changes with the next gather. Take "
+            ".detach().clone().numpy() in hooks",
+            stacklevel=2,
+        )
 
     def _warn_of_writes(self) -> None:
         """Warn once of full parameters that were written in the modules, as FSDP2 does not."""
