@@ -51,6 +51,10 @@ def gathering(optimizer: O) -> O:
     if vars(optimizer).get(GATHERS):
         raise ConfigError(f"gathering: this {type(optimizer).__name__} gathers already")
     vars(optimizer)[GATHERS] = True
+    for each in getattr(optimizer, "optimizers", ()):  # of `Mixed`, each steps by itself
+        gathering(each)
+    if hasattr(optimizer, "optimizers"):
+        return optimizer
     wrapped = _Gathering(optimizer.step)
 
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -148,6 +152,13 @@ def _as_shards(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> tuple[Args, 
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if all(isinstance(p, ShardTensor) or owner_of(p) is None for p in params):
         return None
+    inner = next((v for v in vars(optimizer).values() if isinstance(v, Optimizer)), None)
+    if inner is not None:
+        kind, other = type(optimizer).__name__, type(inner).__name__
+        raise ConfigError(
+            f"gathering({kind}) under fully_shard: {kind} lets another optimizer ({other}) step "
+            "the DTensors. Make that gathering instead, or use shardwise.shard(model)"
+        )
     step = _AsShards(optimizer)
     change = step.around
     return (step.copy, *map(change, args[1:])), {k: change(v) for k, v in kwargs.items()}
