@@ -67,6 +67,14 @@ class Summing(torch.optim.Optimizer):
                 p.sub_(state["momentum_buffer"] * group["rate"])
 
 
+class OfABase(Summing):
+    """Calls the step of its base class, of which there is an optimizer: torch hooks both."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        return super().step(closure)
+
+
 def one_dim_model(dtype=torch.float64):
     """Return the model with a scalar of one dim, as `fully_shard` wants it."""
     model = make_model(dtype)
@@ -111,6 +119,19 @@ def test_draws_in_a_step_are_those_of_one_process_whatever_the_ranks_seeds(rank,
         train(rank, model, Drawing(model.parameters()))
         assert_alike(model, values)
         assert torch.equal(before, torch.get_rng_state()) == (rank > 0), "ranks keep their own"
+
+
+@on_ranks(2)
+def test_a_step_that_calls_its_bases_step_is_one_step(rank, world_size):
+    values = expected(Summing, world_size)
+    for how in ({"stage": 3}, None):
+        model = one_dim_model()
+        model = fully_shard(model) if how is None else shard(model, **how)
+        seed(rank)
+        before = torch.get_rng_state()
+        train(rank, model, OfABase(model.parameters()))
+        assert torch.equal(before, torch.get_rng_state())
+        assert_alike(model, values)
 
 
 @on_ranks(2)

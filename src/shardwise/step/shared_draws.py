@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import pickle
 import random
+import sys
 from dataclasses import dataclass
 from functools import cache
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -59,12 +61,15 @@ def _begin(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> None:
         if found is None or all(axis.size == 1 for axis in (*found[1].comm.axes.all,)):
             return
         draws = vars(optimizer)[_DRAWS] = _Draws(*found)
-    draws.begin()
+    if not draws.is_under_way():  # else the class calls its base's step
+        draws.call = sys._getframe(1)
+        draws.begin()
 
 
 def _end(optimizer: Optimizer, *_: object) -> None:
     draws: _Draws | None = vars(optimizer).get(_DRAWS)
-    if draws is not None:
+    if draws is not None and draws.call is sys._getframe(1):
+        draws.call = None
         draws.end()
 
 
@@ -116,8 +121,16 @@ class _Draws:
     cut: Cut
     common: _States | None = None
     has_drawn: bool = False
+    call: FrameType | None = None  # of the step under way, or of one that raised
     _own: _States | None = None
     _given: _States | None = None
+
+    def is_under_way(self) -> bool:
+        """Tell whether the step is being called."""
+        frame = sys._getframe(1) if self.call is not None else None
+        while frame is not None and frame is not self.call:
+            frame = frame.f_back
+        return frame is not None
 
     def begin(self) -> None:
         """Give the generators the states of rank 0's, or torch's that of the last step.

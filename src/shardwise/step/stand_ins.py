@@ -78,13 +78,15 @@ def _substitute(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> tuple[Args,
     stand_ins: _StandIns | None = vars(optimizer).get(_STAND_INS)
     if stand_ins is None or torch.compiler.is_compiling():
         return None
+    if stand_ins.step is not None and stand_ins.step.copy is optimizer:
+        return None  # the copy calls its base class's step
     stand_ins.step = _Step(stand_ins, optimizer)
     return (stand_ins.step.copy, *args[1:]), kwargs
 
 
-def _hand_back(optimizer: Optimizer, *_: object) -> None:
+def _hand_back(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> None:
     stand_ins: _StandIns = vars(optimizer)[_STAND_INS]
-    if stand_ins.step is not None:
+    if stand_ins.step is not None and args and args[0] is not optimizer:
         stand_ins.step.hand_back()
         stand_ins.step = None
 

@@ -60,6 +60,8 @@ def _prepare(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> None:
         return
     if isinstance(optimizer, torch.optim.LBFGS) or hasattr(optimizer, "optimizers"):
         return  # each of its optimizers steps by itself
+    if any(isinstance(value, Optimizer) for value in vars(optimizer).values()):
+        return  # a wrapper (SAM, Lookahead), whose copy would not share groups with the inner one
     params = (param for group in optimizer.param_groups for param in group["params"])
     if all(owning_rank(param) is None for param in params):
         return

@@ -31,10 +31,9 @@ def refusal(name: str, tensors: Sequence[ShardTensorBase]) -> ShardError:
         )
     if optimizer is not None:
         kind = type(optimizer).__name__
-        is_matrix = len(tensors[0]._cut.shape) == 2 and not isinstance(optimizer, torch.optim.LBFGS)
         matrices = (
             "shard(layout='matrices'), which lays each matrix whole on one rank and sends nothing, "
-            if is_matrix and not _has_owners(optimizer)
+            if _steps_only_matrices(optimizer)
             else ""
         )
         return ShardError(
@@ -79,7 +78,9 @@ def check_reader(tensor: ShardTensorBase, frame: FrameType) -> None:
     )
 
 
-def _has_owners(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether matrices of the optimizer lie whole on one rank already."""
-    params = (param for group in optimizer.param_groups for param in group["params"])
-    return any(isinstance(p, ShardTensorBase) and p._cut.owner is not None for p in params)
+def _steps_only_matrices(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether an owner of each matrix could take the step, and none has one yet."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    has_owners = any(isinstance(p, ShardTensorBase) and p._cut.owner is not None for p in params)
+    is_joint = isinstance(optimizer, torch.optim.LBFGS)  # it makes one vector of all
+    return not is_joint and not has_owners and all(param.dim() == 2 for param in params)
