@@ -102,7 +102,7 @@ bench-offload: $(RUN_STAMP)
 # Long campaigns: `make soak CAMPAIGN=kill TRIALS=10000 SEED=7`; a failing trial prints what replays it.
 # `restart` kills training runs that restart by themselves; in `elastic` nodes join and leave one; in `nodes` a
 # preflight looks at nodes with networks of their own (as root). `matrices` runs every cell of the largest
-# tables of which the suite has covering samples. `mutants` puts small defects into the source, which
+# tables of which the suite has covering samples. `operations` calls torch's functions on sharded tensors. `mutants` puts small defects into the source, which
 # the suite must find.
 CAMPAIGN ?= crashes errors damage reshard kill power matrices
 TRIALS ?= 200
@@ -112,7 +112,7 @@ soak: $(DEV_STAMP)
 	for campaign in $(CAMPAIGN); do \
 	  case $$campaign in \
 	    matrices) $(BIN)/python -m pytest tests/campaigns/matrices.py ;; \
-	    restart|elastic|nodes|mutants) \
+	    restart|elastic|nodes|mutants|operations) \
 	      $(BIN)/python tests/campaigns/$$campaign.py --trials $(TRIALS) --seed $(SEED) ;; \
 	    *) $(BIN)/python tests/campaigns/soak.py $$campaign --trials $(TRIALS) --seed $(SEED) ;; \
 	  esac || exit 1; \

@@ -35,6 +35,7 @@ from shardwise.tensor.operations import (
     PRODUCTS,
     RANDOM,
     REDUCTIONS,
+    RESHAPES,
 )
 from shardwise.tensor.replaced import running_optimizer
 from shardwise.tensor.tensor_base import (
@@ -88,9 +89,15 @@ def _set_states(
         set_accelerator_generator(device, states[1])
 
 
-def draw(call: Operation) -> ShardTensorBase:
-    """Draw the whole tensor and keep this rank's slice, in place or as a new tensor."""
-    tensor = call.shards[0]
+def draw(call: Operation) -> object:
+    """Draw the whole tensor and keep this rank's slice, in place or as a new tensor.
+
+    Sharded probabilities are gathered.
+    """
+    tensor = call.args[0]
+    if not isinstance(tensor, ShardTensorBase):
+        return call.run(_full)
+    call = Operation(call.func, call.name, (tensor, *map(_full, call.args[1:])), call.kwargs)
     full = torch.empty(tensor._cut.shape, dtype=tensor.dtype, device=tensor.device)
     whole = call.func(full, *call.args[1:], **call.kwargs)
     assert isinstance(whole, torch.Tensor)
@@ -217,10 +224,38 @@ def _run_whole(call: Operation) -> object:
     """Run a function of whole tensors on replicated tensors or on the full parameters."""
     shards = call.shards
     if is_replicated(shards):
-        return call.run(locals_of)
+        return _run_replicated(call)
     if call.is_in_place or "out" in call.kwargs or any(t._owner is None for t in shards):
         raise refusal(call.name, shards)
     return run_in_full(call)
+
+
+def _run_replicated(call: Operation) -> object:
+    """Run a function on the local tensors, which are whole; refuse one that would reshape them."""
+    if call.name in RESHAPES:
+        raise ShardError(
+            f"{call.name} on a ShardTensor of shape {call.shards[0]._cut.shape}: the shape and "
+            "memory of a sharded model's tensors stay; write values with copy_, or use the form "
+            "that returns a new tensor"
+        )
+    out = call.kwargs.get("out")
+    if not isinstance(out, ShardTensorBase):
+        return call.run(locals_of)
+    made = torch.empty(out._cut.local_shape, dtype=out.dtype, device=out.device)
+    Operation(call.func, call.name, call.args, {**call.kwargs, "out": made}).run(locals_of)
+    _check_out(call, made.shape)
+    out._local_tensor.copy_(made)
+    return out
+
+
+def _check_out(call: Operation, shape: Sequence[int]) -> None:
+    """Refuse ``out=`` of another shape, which torch would resize."""
+    out = call.kwargs["out"]
+    if tuple(shape) != out._cut.shape:
+        raise ShardError(
+            f"{call.name} of shape {tuple(shape)} with out= a ShardTensor of shape "
+            f"{out._cut.shape}: the shape of a sharded tensor cannot be changed"
+        )
 
 
 def run_in_full(call: Operation) -> object:
@@ -246,7 +281,8 @@ def run_in_full(call: Operation) -> object:
     if not torch.is_grad_enabled() and not any(t._owner and t._owner.in_use() for t in shards):
         made = result if isinstance(result, list | tuple) else [result]
         places = {tensor.untyped_storage().data_ptr() for tensor in fulls}
-        tensors = [m for m in made if isinstance(m, torch.Tensor) and m.numel()]
+        dense = [m for m in made if isinstance(m, torch.Tensor) and m.layout == torch.strided]
+        tensors = [m for m in dense if m.numel()]
         if any(m.untyped_storage().data_ptr() in places for m in tensors):
             raise refusal(f"{call.name} (a view, which may be written)", shards)
     return result
@@ -294,6 +330,10 @@ def _run_local(call: Operation) -> object:
     writes = args[0] if call.is_in_place else kwargs.get("out", shards[0])
     if not isinstance(writes, ShardTensorBase):
         return _run_into(call, writes, cut)
+    if "out" in kwargs:
+        inputs = [*args, *(value for key, value in kwargs.items() if key != "out")]
+        shapes = [value.shape for value in inputs if isinstance(value, torch.Tensor)]
+        _check_out(call, torch.broadcast_shapes(*shapes))
     result = call.run(lambda value: _operand(value, cut, call.name))
     if isinstance(args[0], ShardTensorBase) and result is args[0]._local_tensor:
         return args[0]
