@@ -142,10 +142,12 @@ def attempt(function, call):
     return function(*args, **kwargs)
 
 
-def calls_that_work_on_plain_tensors():
+def calls_that_work_on_plain_tensors(every=1):
     found = []
     for index, (label, function) in enumerate(overridable()):
         for number, make in enumerate(CALLS):
+            if (index * len(CALLS) + number) % every:
+                continue
             try:
                 attempt(function, make(FULL.clone(), OTHER.clone(), OTHER.clone()))
             except BaseException:
@@ -303,6 +305,14 @@ def test_no_function_of_torch_gives_a_local_answer():
     check_sweep([trials[number :: len(WAYS)] for number in range(len(WAYS))])
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_sampled_functions_are_right_or_refused_where_a_rank_has_nothing():
+    trials = calls_that_work_on_plain_tensors(every=149)
+    for stage, what in ((0, "gradient"), (3, "parameter"), (3, "gradient")):
+        first, *_, last = run_ranks(sweep, 3, "rows", what, False, trials, stage)
+        assert not first[0] and not last[0], f"stage {stage}, {what}: {first[0]} {last[0]}"
+
+
 def check_sweep(shares):
     """Sweep over calls: a share for each pair of a layout and a kind of tensor."""
     for trials, (layout, what, grads) in zip(shares, WAYS, strict=True):
@@ -310,4 +320,3 @@ def check_sweep(shares):
         offenders = first[0] + [f"rank 1: {o}" for o in second[0] if o not in first[0]]
         assert not offenders, f"{layout}, {what}:\n" + "\n".join(offenders)
         assert len(trials) // 20 < first[1]["refused"] < len(trials)
-        assert not first[2], f"{layout}, {what}:\n" + "\n".join(first[2])

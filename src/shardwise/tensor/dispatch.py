@@ -242,7 +242,10 @@ def _run_replicated(call: Operation) -> object:
     if not isinstance(out, ShardTensorBase):
         return call.run(locals_of)
     made = torch.empty(out._cut.local_shape, dtype=out.dtype, device=out.device)
-    Operation(call.func, call.name, call.args, {**call.kwargs, "out": made}).run(locals_of)
+    kwargs = {**call.kwargs, "out": made}
+    result = Operation(call.func, call.name, call.args, kwargs).run(locals_of)
+    if result is not made:  # NotImplemented, of an operator
+        return result
     _check_out(call, made.shape)
     out._local_tensor.copy_(made)
     return out
