@@ -333,7 +333,7 @@ def _run_local(call: Operation) -> object:
     writes = args[0] if call.is_in_place else kwargs.get("out", shards[0])
     if not isinstance(writes, ShardTensorBase):
         return _run_into(call, writes, cut)
-    if "out" in kwargs:
+    if isinstance(kwargs.get("out"), ShardTensorBase):
         inputs = [*args, *(value for key, value in kwargs.items() if key != "out")]
         shapes = [value.shape for value in inputs if isinstance(value, torch.Tensor)]
         _check_out(call, torch.broadcast_shapes(*shapes))
