@@ -104,7 +104,7 @@ bench-offload: $(RUN_STAMP)
 # preflight looks at nodes with networks of their own (as root). `matrices` runs every cell of the largest
 # tables of which the suite has covering samples. `mutants` puts small defects into the source, which
 # the suite must find. `optimizers` steps every optimizer class of fifteen libraries, and writes the table
-# in docs/how-to/optimizers.md.
+# in docs/how-to/optimizers.md. `operations` calls torch's functions on sharded tensors.
 CAMPAIGN ?= crashes errors damage reshard kill power matrices
 TRIALS ?= 200
 SEED ?= 0
@@ -113,7 +113,7 @@ soak: $(DEV_STAMP)
 	for campaign in $(CAMPAIGN); do \
 	  case $$campaign in \
 	    matrices) $(BIN)/python -m pytest tests/campaigns/matrices.py ;; \
-	    restart|elastic|nodes|mutants|optimizers) \
+	    restart|elastic|nodes|mutants|optimizers|operations) \
 	      $(BIN)/python tests/campaigns/$$campaign.py --trials $(TRIALS) --seed $(SEED) ;; \
 	    *) $(BIN)/python tests/campaigns/soak.py $$campaign --trials $(TRIALS) --seed $(SEED) ;; \
 	  esac || exit 1; \

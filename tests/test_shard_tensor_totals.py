@@ -16,7 +16,7 @@ from ranks import on_ranks
 from roundings import assert_rounded_alike
 from shardwise import accumulate, shard
 from shardwise.debug import stats
-from shardwise.errors import StateError
+from shardwise.errors import ShardError, StateError
 from shardwise.parallel import clip_grad_norm_
 from shardwise.tensor.totals import LazyNorm
 
@@ -389,3 +389,39 @@ def test_a_norm_over_sharded_and_plain_gradients_warns():
         param.grad = torch.ones(param.shape)
     with pytest.warns(UserWarning, match=r"parallel\.clip_grad_norm_"):
         nn.utils.clip_grad_norm_([*model.parameters(), plain], 1.0)
+
+
+@on_ranks(1, 2)
+def test_a_draw_with_sharded_probabilities_draws_with_whole_ones():
+    with torch.no_grad():
+        for label, full, tensor in each_way():
+            plain, sure = torch.empty(full.shape), (full > 0).float()
+            plain.bernoulli_((tensor > 0).float())
+            assert torch.equal(plain, sure), label
+            if "state" in label:
+                tensor.bernoulli_((tensor > 0).float())
+                assert torch.equal(tensor.full_tensor(), sure), label
+
+
+@on_ranks(2)
+def test_a_sharded_tensor_is_not_reshaped_by_out_or_in_place():
+    with torch.no_grad():
+        for label, full, tensor in each_way():
+            if "state" not in label or "(9, 7)" not in label:
+                continue
+            writes = (
+                lambda t: torch.sum(torch.ones(3), dim=0, out=t),
+                lambda t: torch.neg(torch.ones(1), out=t),
+                lambda t: torch.exp(torch.ones(7), out=t),
+                lambda t: torch.cumsum(torch.ones(3), 0, out=t),
+                lambda t: t.t_(),
+                lambda t: t.unsqueeze_(0),
+                lambda t: t.resize_(3),
+            )
+            for write in writes:
+                with pytest.raises(ShardError), warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # torch's, of an output that it resizes
+                    write(tensor)
+                assert torch.equal(tensor.full_tensor(), full), label
+            torch.add(tensor, full, out=tensor)
+            assert torch.equal(tensor.full_tensor(), full * 2), label

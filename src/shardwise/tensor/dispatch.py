@@ -29,6 +29,7 @@ from shardwise.tensor.operations import (
     PRODUCTS,
     RANDOM,
     REDUCTIONS,
+    RESHAPES,
 )
 from shardwise.tensor.refusals import refusal
 from shardwise.tensor.tensor_base import (
@@ -43,9 +44,15 @@ from shardwise.tensor.totals import norm, norms_of_list, reduce
 from shardwise.tensor.whole_view import GatheredCopy, WholeView
 
 
-def draw(call: Operation) -> ShardTensorBase:
-    """Draw the whole tensor and keep this rank's slice, in place or as a new tensor."""
-    tensor = call.shards[0]
+def draw(call: Operation) -> object:
+    """Draw the whole tensor and keep this rank's slice, in place or as a new tensor.
+
+    Sharded probabilities are gathered.
+    """
+    tensor = call.args[0]
+    if not isinstance(tensor, ShardTensorBase):
+        return call.run(_full)
+    call = Operation(call.func, call.name, (tensor, *map(_full, call.args[1:])), call.kwargs)
     full = torch.empty(tensor._cut.shape, dtype=tensor.dtype, device=tensor.device)
     whole = call.func(full, *call.args[1:], **call.kwargs)
     assert isinstance(whole, torch.Tensor)
@@ -158,7 +165,7 @@ def _run_whole(call: Operation) -> object:
     """Run a function of whole tensors on replicated tensors or on the full parameters."""
     shards = call.shards
     if is_replicated(shards):
-        return _noting_aliases(call.run(locals_of), shards)
+        return _noting_aliases(_run_replicated(call), shards)
     if running_step() is not None:
         return _run_gathered(call)
     if (
@@ -177,6 +184,37 @@ def _noting_aliases(result: object, shards: Sequence[ShardTensorBase]) -> object
             for owner in (tensor._owner for tensor in shards if tensor._owner is not None):
                 owner.note_alias(made)
     return result
+
+
+def _run_replicated(call: Operation) -> object:
+    """Run a function on the local tensors, which are whole; refuse one that would reshape them."""
+    if call.name in RESHAPES:
+        raise ShardError(
+            f"{call.name} on a ShardTensor of shape {call.shards[0]._cut.shape}: the shape and "
+            "memory of a sharded model's tensors stay; write values with copy_, or use the form "
+            "that returns a new tensor"
+        )
+    out = call.kwargs.get("out")
+    if not isinstance(out, ShardTensorBase):
+        return call.run(locals_of)
+    made = torch.empty(out._cut.local_shape, dtype=out.dtype, device=out.device)
+    kwargs = {**call.kwargs, "out": made}
+    result = Operation(call.func, call.name, call.args, kwargs).run(locals_of)
+    if result is not made:  # NotImplemented, of an operator
+        return result
+    _check_out(call, made.shape)
+    out._local_tensor.copy_(made)
+    return out
+
+
+def _check_out(call: Operation, shape: Sequence[int]) -> None:
+    """Refuse ``out=`` of another shape, which torch would resize."""
+    out = call.kwargs["out"]
+    if tuple(shape) != out._cut.shape:
+        raise ShardError(
+            f"{call.name} of shape {tuple(shape)} with out= a ShardTensor of shape "
+            f"{out._cut.shape}: the shape of a sharded tensor cannot be changed"
+        )
 
 
 def run_in_full(call: Operation) -> object:
@@ -276,6 +314,8 @@ def _through_views(call: Operation, full: Operation, result: object) -> object:
             made.flags.writeable = False  # a write to it would be lost
         if not isinstance(made, torch.Tensor) or made.requires_grad or not made.numel():
             return made
+        if made.layout != torch.strided:
+            return made
         place = made.untyped_storage().data_ptr()
         if place not in copies:
             return made
@@ -329,6 +369,10 @@ def _run_local(call: Operation) -> object:
     writes = args[0] if call.is_in_place else kwargs.get("out", shards[0])
     if not isinstance(writes, ShardTensorBase):
         return _run_into(call, writes, cut)
+    if isinstance(kwargs.get("out"), ShardTensorBase):
+        inputs = [*args, *(value for key, value in kwargs.items() if key != "out")]
+        shapes = [value.shape for value in inputs if isinstance(value, torch.Tensor)]
+        _check_out(call, torch.broadcast_shapes(*shapes))
     result = call.run(lambda value: _operand(value, cut, call.name))
     if isinstance(args[0], ShardTensorBase) and result is args[0]._local_tensor:
         return args[0]

@@ -120,3 +120,10 @@ PRODUCTS = _names("matmul mm __matmul__")
 
 # Kernels of other libraries that update the elements in place, one by one or in blocks.
 KERNELS = _names("optimizer_update_32bit optimizer_update_8bit_blockwise")
+
+# In-place forms that change a tensor's shape or memory, which a sharded model keeps.
+RESHAPES = _names(
+    """
+    t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueeze_ resize_ resize_as_ as_strided_ set_
+    """
+)
