@@ -3,9 +3,12 @@
 import ast
 import importlib
 import inspect
+import io
 import re
 import subprocess
 import sys
+import tokenize
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,34 @@ FILES = sorted(ROOT.rglob("*.py"))
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
 LONGER_FILES = {}  # path: the reason
+# Lines of code per room, without docstrings, comments and blank lines, with about 3 % headroom. A
+# higher budget takes a sentence in docs/decisions/0054-budgets-per-room.md.
+BUDGETS = {
+    "ground": 2600,
+    "layout": 950,
+    "comm": 1540,
+    "tensor": 1980,
+    "unit": 2320,
+    "engine": 2810,
+    "codes": 340,
+    "surface": 960,
+    "offload": 1250,
+    "step": 1750,
+    "optim": 920,
+    "parallel": 1920,
+    "check": 600,
+    "hangs": 810,
+    "plan": 6460,
+    "bench": 560,
+    "checkpoint": 5280,
+    "convert": 1970,
+    "monitor": 4800,
+    "data": 300,
+    "train": 2160,
+    "preflight": 830,
+    "interop": 4460,
+    "cli": 2600,
+}
 COLLECTIVES = """
 all_gather all_gather_coalesced all_gather_into_tensor all_gather_object all_reduce
 all_reduce_coalesced all_to_all all_to_all_single barrier batch_isend_irecv broadcast
@@ -149,6 +180,31 @@ def test_no_file_is_too_long_to_be_read_in_one_go():
     lengths = {name_of(p): len(p.read_text().splitlines()) for p in FILES}
     too_long = {n: lines for n, lines in lengths.items() if lines > MAX_FILE_LINES}
     assert set(too_long) == set(LONGER_FILES), too_long
+
+
+def code_lines(path):
+    """Return the lines of a file that hold code."""
+    text, lines = path.read_text(), set()
+    no_code = ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER", "ENCODING")
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if tokenize.tok_name[token.type] not in no_code:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            first = node.body[0] if ast.get_docstring(node) is not None else None
+            if first is not None:
+                lines.difference_update(range(first.lineno, first.end_lineno + 1))
+    return len(lines)
+
+
+def test_each_room_stays_within_its_budget_of_code_lines():
+    sizes = Counter()
+    for path in FILES:
+        parts = path.relative_to(ROOT).parts
+        sizes[parts[0] if len(parts) > 1 else "ground"] += code_lines(path)
+    assert sizes.keys() == BUDGETS.keys()
+    over = {room: (lines, BUDGETS[room]) for room, lines in sizes.items() if lines > BUDGETS[room]}
+    assert not over, "room: (lines, budget)"
 
 
 def test_no_function_is_too_long_to_be_read_at_a_glance():

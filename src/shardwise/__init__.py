@@ -27,7 +27,6 @@ Reading order, which is also the import order (a file imports only from what sta
     mesh                      shard and replicate axes
     layout/                   integers: units, segments
     comm/                     collectives on flat tensors
-    renamed                   parameters of version 0.1, with a warning
     tensor/                   ShardTensor: the optimizer's view, and its operations
     unit/                     one unit: storage, materialize, unit, reduce
     engine/                   order, prefetch, runtime, hooks, shard()

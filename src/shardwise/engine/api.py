@@ -39,6 +39,7 @@ from shardwise.engine.agreement import (
     start_facts,
 )
 from shardwise.engine.model import attach_engine, note_managed
+from shardwise.engine.renamed import take_renamed
 from shardwise.engine.runtime import Engine
 from shardwise.engine.seams import open_homes
 from shardwise.engine.tree import ATTRIBUTE
@@ -54,7 +55,6 @@ from shardwise.layout.placements import (
 from shardwise.layout.units import UnitSpec, find_device, partition_into_units
 from shardwise.mesh import DataAxes, check_nearby, nearby_axis, resolve_axes
 from shardwise.names import list_names
-from shardwise.renamed import take_renamed
 from shardwise.tensor.plain_state import owner_of  # and registers what cuts an optimizer's state
 from shardwise.tensor.shard_tensor import ShardTensor
 from shardwise.trace import FullParamLedger

@@ -34,9 +34,16 @@ from shardwise.unit.param import AsShardTensor, ShardedParam
 from shardwise.unit.unit import Unit
 
 _STAND_INS = "_shardwise_stand_ins"  # on an optimizer: its `_StandIns`
-# Packages that compile their steps for DTensors or gather them by themselves, and classes that are
-# right over DTensors and need whole tensors: these keep DTensors unless they are `optim.gathering`.
-_KEEP_DTENSORS = ("torchao", "heavyball", "adam_mini", "galore_torch", "apollo_torch")
+# Packages, and the class in them or None for all, that compile their steps for DTensors or gather
+# them by themselves, or are right over DTensors and need whole tensors: these keep DTensors unless
+# they are `optim.gathering`.
+_KEEP_DTENSORS = {
+    "torchao": None,
+    "heavyball": None,
+    "adam_mini": None,
+    "galore_torch": "GaLoreAdamW",
+    "apollo_torch": "GaLoreAdamW",
+}
 
 
 @cache
@@ -66,7 +73,10 @@ def _prepare(optimizer: Optimizer, *_: object) -> None:
 
 
 def _keeps_dtensors(kind: type[Optimizer]) -> bool:
-    return kind is torch.optim.Muon or kind.__module__.partition(".")[0] in _KEEP_DTENSORS
+    package = kind.__module__.partition(".")[0]
+    if kind is torch.optim.Muon:
+        return True
+    return package in _KEEP_DTENSORS and _KEEP_DTENSORS[package] in (None, kind.__name__)
 
 
 def _is_stood_for(param: torch.Tensor) -> bool:

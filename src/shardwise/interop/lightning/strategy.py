@@ -22,6 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardwise.config import Precision, Schedule, ShardConfig, Units, resolve_config
 from shardwise.engine.api import engine_of, is_sharded, shard
+from shardwise.engine.renamed import take_renamed
 from shardwise.engine.runtime import Engine
 from shardwise.errors import ConfigError
 from shardwise.interop.fsdp2.api import fully_shard
@@ -35,7 +36,6 @@ from shardwise.interop.lightning.checkpoints import (
 from shardwise.interop.observed_loop import PAUSE, ObservedLoop, is_number
 from shardwise.layout.units import partition_into_units
 from shardwise.parallel.accumulate import accumulate
-from shardwise.renamed import take_renamed
 from shardwise.stages import STAGES
 from shardwise.versions import load_neighbour
 

@@ -31,6 +31,7 @@ from shardwise.config import PrecisionLike, Schedule, Units, UnitsLike
 from shardwise.convert.huggingface import open_huggingface, open_weight_files
 from shardwise.engine.api import engine_of, is_sharded, shard
 from shardwise.engine.model import noted_state
+from shardwise.engine.renamed import take_renamed
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.interop.transformers.saving import prepare
 from shardwise.interop.transformers.weights import (
@@ -39,7 +40,6 @@ from shardwise.interop.transformers.weights import (
     match_keys,
     read_weights,
 )
-from shardwise.renamed import take_renamed
 from shardwise.surface.model import sharded_class
 from shardwise.unit.materialize import leave_values
 
