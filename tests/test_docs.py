@@ -349,7 +349,7 @@ def test_the_program_of_the_readme_runs_and_learns(tmp_path):
     (tmp_path / "program.py").write_text(program)
     done = programs.run_program(tmp_path / "program.py", num_ranks=2, cwd=tmp_path)
     losses = re.findall(r"loss ([\d.]+)", done.stdout)
-    assert len(losses) == 2 and all(float(loss) < 0.6 for loss in losses)
+    assert len(losses) == 1 and float(losses[0]) < 0.6  # rank 0 prints
 
 
 def plans_on(page: Path) -> Iterator[tuple[str, list[str]]]:

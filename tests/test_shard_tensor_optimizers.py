@@ -6,6 +6,7 @@ or products over whole tensors adds up in another order: there the model is in f
 roundings are counted.
 """
 
+import warnings
 from functools import partial
 
 import pytest
@@ -306,6 +307,7 @@ def test_fused_optimizers_make_the_same_steps(layout):
 
 @in_layouts(2)
 def test_a_step_takes_the_gradients_that_a_closure_or_a_hook_gives(layout):
+    warnings.filterwarnings("ignore", "AdamW trains sharded parameters and plain ones")
     plain, taken = Apart.__call__, []
     models = pair(layout)
     alone = [nn.Parameter(torch.ones(3)) for _ in models]  # a parameter that is not sharded

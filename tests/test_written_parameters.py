@@ -245,3 +245,37 @@ def test_codes_in_float_storage_are_never_cast_or_encoded(storage):
             model = nn.Sequential(Coded(), nn.Linear(4, 4))
             shard(model, stage=stage, precision=precision, units=[])(torch.ones(2, 4))
             assert torch.equal(seen[0][0], expected), (stage, precision)
+
+
+@on_ranks(1, 2)
+def test_full_parameters_are_copied_and_wrapped_as_ordinary_ones():
+    class Copies(nn.Linear):
+        def forward(self, x):
+            copied = copy.deepcopy(self)
+            copied.weight.data.mul_(2)
+            wrapped = nn.Parameter(self.weight)
+            assert type(copy.deepcopy(self.weight)) is nn.Parameter and wrapped.data is not None
+            return super().forward(x) + copied(x).detach() * 0 + wrapped.sum().detach() * 0
+
+    for stage in (0, 3):
+        torch.manual_seed(0)
+        plain = Copies(4, 4)
+        model = shard(nn.Sequential(copy.deepcopy(plain)), stage=stage)
+        assert torch.equal(model(torch.ones(2, 4)), plain(torch.ones(2, 4)))
+
+
+@on_ranks(2)
+def test_a_write_is_seen_however_many_parameters_were_read():
+    class Many(nn.Module):
+        def __init__(self):
+            super().__init__()
+            shape = torch.ones(2)
+            self.all = nn.ParameterList(nn.Parameter(shape.clone()) for _ in range(70))
+
+        def forward(self, x):
+            read = [p.data for p in self.all]
+            read[0].mul_(0.5)
+            return sum(p.sum() for p in self.all) * x
+
+    with pytest.raises(ShardError, match=r"'0\.all\.0' was written"):
+        shard(nn.Sequential(Many()), stage=3)(torch.ones(1))

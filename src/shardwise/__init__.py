@@ -144,7 +144,7 @@ def _hang_watch() -> _Listener:
 
 _WAITS.attach(_hang_watch)
 
-__version__ = "0.3.0"
+__version__ = "0.3.1"
 __all__ = list(_HOMES)
 __getattr__ = lazily(__name__, _HOMES | _GROUPS | _RENAMED, _warn_of_name)[0]
 __dir__ = lazily(__name__, _HOMES | _GROUPS)[1]

@@ -329,6 +329,7 @@ def test_what_cannot_be_stepped_apart_is_refused():
 @on_ranks(1, 3)
 def test_loss_scaling_skips_and_steps_as_ever():
     """One step overflows and is skipped; a closure is called; a parameter is of no unit."""
+    warnings.filterwarnings("ignore", "AdamW trains sharded parameters and plain ones")
 
     def run(overlaps):
         model = shard(Stack(), precision="fp16")

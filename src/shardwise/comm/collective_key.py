@@ -10,6 +10,7 @@ _DESCRIPTIONS = {
     "(experts)": "tokens and their experts",
     "(gathered)": "what gathered() writes back",
     "(generator)": "a random generator's state",
+    "(generators)": "the states of random generators",
     "(norm)": "a norm",
     "(number)": "the model's number",
     "(ranks)": "which ranks have a part of the model",

@@ -210,7 +210,8 @@ class GroupControl:
         """
         peers = compared_ranks(self.rank, self.num_ranks)
         mine = torch.frombuffer(bytearray(row), dtype=torch.uint8)
-        rows = torch.zeros((len(peers), len(mine)), dtype=torch.uint8, device="cpu")
+        memory = bytearray(len(peers) * len(mine))
+        rows = torch.frombuffer(memory, dtype=torch.uint8).view(len(peers), -1)
         tag = crc32(about.encode()) & _TAGS
         works: list[dist.Work] = []
         with _agreement(replace(self._key, about=about)):

@@ -51,6 +51,7 @@ from shardwise.unit.unit import Unit
 
 _NUMBERS = struct.Struct("<qqI")  # of the pass, and of steps so far; a digest of the collective
 _STEPS = "_shardwise_steps"
+_APART = "From then on each rank's slices are those of another model"
 _SHOWN = 3
 
 
@@ -155,18 +156,22 @@ class RankChecks:
             has = "have" if len(ranks_with[other]) > 1 else "has"
             who = name_ranks(ranks_with[other])
             parts.append(f"{who} {has} [{_describe_numbers(other)}] {there}")
-        error = self._refuse_apart("; ".join(parts))
+        same_steps = len({steps for _, steps in ranks_with}) == 1
+        lasting = (
+            "Their gradients are of different numbers of micro-batches" if same_steps else _APART
+        )
+        error = self._refuse_apart("; ".join(parts), lasting)
         if len(calls) == 1:
             return error
         for axis in self._comm.axes.all:
             FAILED_GROUPS.add(axis.group, str(error))
         raise error
 
-    def _refuse_apart(self, found: str) -> StateError:
+    def _refuse_apart(self, found: str, lasting: str = _APART) -> StateError:
         why = f"the ranks have not stepped alike: {found}"
         self._refuse(f"{why}. load() a checkpoint")
         return StateError(
-            f"{why}. From then on each rank's slices are those of another model: start again, or "
+            f"{why}. {lasting}: start again, or "
             "from a checkpoint that was saved before. Every rank must take as many micro-batches "
             "and call optimizer.step() as often as the others, with the same class of optimizer "
             "and the same options"

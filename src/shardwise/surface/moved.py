@@ -66,7 +66,7 @@ def find_moves(
     for param, full in zip(params, fulls, strict=True):
         uses = now[id(param)]
         before, places = _places(param.uses), _places(uses)
-        if before == places:
+        if before == places or _are_unchanged(param, full):
             continue
         new = [others.get(place) for place in before]
         if not uses and _is_one(new, full):
@@ -115,6 +115,11 @@ def _all_uses(root: nn.Module) -> Iterator[tuple[ParamUse, nn.Parameter]]:
 
 def _places(uses: Sequence[ParamUse]) -> set[Place]:
     return {(id(use.module), use.attribute) for use in uses}
+
+
+def _are_unchanged(param: ShardedParam, full: torch.Tensor) -> bool:
+    """Tell whether the modules hold what they held, also if the model has other modules now."""
+    return all(use.module._parameters.get(use.attribute) is full for use in param.uses)
 
 
 def _is_one(new: Sequence[tuple[str, nn.Parameter] | None], full: torch.Tensor) -> bool:

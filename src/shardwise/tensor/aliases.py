@@ -85,13 +85,15 @@ class SharedPlain:
     """A plain tensor that was assigned, and its version then."""
 
     def __init__(self, value: torch.Tensor) -> None:
-        self._base = weakref.ref(value if value._base is None else value._base)
-        self._version = value._version
+        # A view shares its version with the other views of its base, such as a flat buffer's.
+        counts = not value.is_inference() and value._base is None
+        self._value = weakref.ref(value) if counts else None
+        self._version = value._version if counts else 0
 
     def check(self, name: str) -> None:
         """Raise ShardError if the tensor was written since, also through a view."""
-        base = self._base()
-        if base is not None and base._version != self._version:
+        value = None if self._value is None else self._value()
+        if value is not None and value._version != self._version:
             raise ShardError(
                 f"parameter '{name}': the tensor that was assigned to its .data was written since. "
                 "An ordinary parameter would have the new values; a sharded one has a copy of the "

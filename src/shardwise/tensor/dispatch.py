@@ -550,6 +550,7 @@ def _run_kernel(call: Operation) -> object:
         return NotImplemented
     numel = shards[0]._local_tensor.numel()
     if numel == 0:
+        torch.autograd.graph.increment_version([t._local_tensor for t in shards])
         return None
     schema = call.func.default._schema  # type: ignore[attr-defined]
     names = [argument.name for argument in schema.arguments]

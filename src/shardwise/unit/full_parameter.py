@@ -9,13 +9,14 @@ and been given during a call. After the call a write in place through ``.data``,
 frozen parameter in its place is kept if the shards lie in the full parameter; any other is refused.
 """
 
+import sys
 from typing import Any
 
 import torch
 from torch import nn
 
 _DATA: Any = torch.Tensor.data
-_MAX_READS = 64
+_NEW_PARAMETER = nn.Parameter.__new__.__code__
 
 
 class DataAccess:
@@ -27,8 +28,6 @@ class DataAccess:
 
     def note_read(self, param: "FullParameter", data: torch.Tensor) -> None:
         """Note that ``param.data`` was read. Its version counts writes from now on."""
-        if len(self.reads) >= _MAX_READS:
-            self.reads = [(p, read) for p, read in self.reads if read._version] or []
         self.reads.append((param, data))
 
     def take_written(self) -> dict[int, bool]:
@@ -47,19 +46,38 @@ class DataAccess:
 class FullParameter(nn.Parameter):
     """A full parameter, in modules while they run; autograd's leaf."""
 
-    _access: DataAccess
+    _access: DataAccess | None = None  # of a parameter in modules; copies have none
 
     @property
     def data(self) -> torch.Tensor:
         """The parameter outside the graph; writes are noted."""
         made: torch.Tensor = _DATA.__get__(self)
-        self._access.note_read(self, made)
+        if self._access is not None:
+            self._access.note_read(self, made)
         return made
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         _DATA.__set__(self, value)
-        self._access.assigned.append(self)
+        if self._access is not None:
+            self._access.assigned.append(self)
+
+    def detach(self) -> torch.Tensor:
+        """Return a plain tensor; for ``nn.Parameter(p)``, which asks for it, one of this class."""
+        made = super().detach()
+        if sys._getframe(1).f_code is _NEW_PARAMETER:
+            made.__class__ = FullParameter
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """Copy the parameter as an ordinary one."""
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(_DATA.__get__(self).clone(), self.requires_grad)
+        made: nn.Parameter = memo[id(self)]
+        return made
+
+
+FullParameter.__name__ = nn.Parameter.__name__  # what messages and readers know it as
 
 
 def make_full(view: torch.Tensor, requires_grad: bool, access: DataAccess) -> nn.Parameter:

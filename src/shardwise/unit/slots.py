@@ -105,7 +105,7 @@ class Slots:
                 lost += self._keep(param, found, in_place=False)
             elif full._version != version:
                 param.restore_memory()
-                lost.append(f"'{param.name}' was written in place")
+                lost.append(f"'{param.name}' was written")
         if self.access.reads or self.access.assigned:
             written = self.access.take_written()
             for _, _, param in self._places:
