@@ -293,6 +293,9 @@ def named(case, end):
         "shape": ["(7,)"],
         "dtype": ["float64"],
     }[case.fault]
+    if case.fault == "stop" and "it is stopped" not in text:
+        # The survivor that was over its limit first has killed the stopped rank.
+        said = [f"rank {rank} (process", "has died"]
     return all(each in text for each in said)
 
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from shardwise.comm.listener import WAITS
-from shardwise.errors import ShardError, StorageError
+from shardwise.errors import ShardError
 from shardwise.tensor.elements import elements_of, set_elements
 from shardwise.trace import Tracer
 
@@ -89,10 +89,7 @@ class BackgroundStep:
         self._tensors = ()
 
     def wait(self) -> None:
-        """Wait until the step is done.
-
-        **Raises** ShardError in every call if it has failed, StorageError if a file was the cause.
-        """
+        """Wait until the step is done. **Raises** ShardError in every call if it has failed."""
         if not self.is_over and threading.current_thread() is threading.main_thread():
             with self._tracer.span("wait_step", self._unit):
                 self._done.wait()
@@ -105,8 +102,7 @@ class BackgroundStep:
                 "parameters may be stepped in part; shardwise.load() a checkpoint before it is used"
             )
             WAITS.listener.report_failure(why)
-            kind = StorageError if isinstance(self._error, StorageError) else ShardError
-            raise kind(why) from self._error
+            raise ShardError(why) from self._error
 
 
 def is_under_way(tensor: DTensor) -> bool:
