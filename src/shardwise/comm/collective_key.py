@@ -1,7 +1,7 @@
 """The identity of a collective on all ranks of its group, and its description in messages."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
@@ -41,6 +41,8 @@ class CollectiveKey:
     group: dist.ProcessGroup | None
     members: tuple[int, ...] = ()
     about: str = ""
+    # Another group that the wait for the collective waits on; it is aborted with this one.
+    companion: dist.ProcessGroup | None = field(default=None, compare=False)
 
     @property
     def key(self) -> str:

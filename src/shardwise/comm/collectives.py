@@ -190,7 +190,7 @@ class Comm:
         finish: Callable[[], Exception | None] | None,
     ) -> Pending:
         if finish is not None:
-            pending.wait_first(finish)
+            pending.wait_first(finish, self.control.group)
         return self.follow(pending, axis, collective)
 
     def follow(self, pending: Pending, axis: Axis, collective: CollectiveId) -> Pending:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from shardwise.comm.collective_key import CollectiveKey, name_ranks
 from shardwise.comm.listener import WAITS
-from shardwise.comm.pending import Flight, blocking_collective
+from shardwise.comm.pending import Flight, blocking_collective, collective_errors
 from shardwise.comm.process_groups import FAILED_GROUPS, abort, fail, usual_reason
 from shardwise.errors import CollectiveError
 from shardwise.mesh import DataAxes
@@ -45,6 +45,10 @@ class Control(Protocol):
     rank: int
     num_ranks: int
     members: Sequence[int]
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group of the exchanges; None for one rank alone."""
 
     def exchange(self, row: bytes, about: str = "") -> list[bytes]:
         """Return every rank's row in rank order; rows have one length on all ranks.
@@ -74,6 +78,7 @@ class SoloControl:
     rank = 0
     num_ranks = 1
     members: Sequence[int] = ()
+    group = None
 
     def exchange(self, row: bytes, about: str = "") -> list[bytes]:
         """Return the row."""
@@ -114,6 +119,11 @@ class GroupControl:
         self._key = CollectiveKey(
             "an exchange between all ranks", name, 0, "", group, tuple(members)
         )
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group of the exchanges."""
+        return self._group
 
     @property
     def _timeout_s(self) -> float:
@@ -214,7 +224,7 @@ class GroupControl:
         rows = torch.frombuffer(memory, dtype=torch.uint8).view(len(peers), -1)
         tag = crc32(about.encode()) & _TAGS
         works: list[dist.Work] = []
-        with _agreement(replace(self._key, about=about)):
+        with collective_errors(replace(self._key, about=about)):
             works += [self._group.recv([rows[n]], peer, tag) for n, peer in enumerate(peers)]
             works += [self._group.send([mine], peer, tag) for peer in peers]
         flight = Flight(works, (mine, rows))

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -121,12 +121,14 @@ class Pending:
         made._over, made._peers, made._recorder, made._first = None, (), None, None
         return made
 
-    def wait_first(self, finish: Callable[[], Exception | None]) -> None:
-        """Call ``finish``, which waits for other messages of the same ranks, before the wait.
+    def wait_first(
+        self, finish: Callable[[], Exception | None], group: dist.ProcessGroup | None
+    ) -> None:
+        """Call ``finish``, which waits for messages of these ranks on ``group``, before the wait.
 
         An error that it returns is raised after the wait; one that it raises, at once.
         """
-        self._first = finish
+        self._first, self._key = finish, replace(self._key, companion=group)
 
     def follow(self, recorder: Recorder, line: str, unit: str, num_bytes: int) -> None:
         """Report this work to a recorder, and its end: on the CPU, the end of its wait."""

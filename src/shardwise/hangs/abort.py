@@ -349,6 +349,8 @@ class Watch(Listener):
             if main not in self._verdicts:
                 self._verdicts[main] = verdict
                 abort(wait.key.group)
+                if wait.key.companion is not None:
+                    abort(wait.key.companion)
         elif (wait.torch_text or not waits_block(wait.key.group)) and not wait.is_ended:
             wait.is_ended = True  # it is in no call of ours, which would raise it
             who = f"rank {dist.get_rank()}: {wait.text}{line_of(main)}"
