@@ -209,7 +209,7 @@ def test_a_class_that_is_wrong_over_dtensors_is_refused_by_name(rank, world_size
 
 
 SAMPLE = {
-    "torch.AdamW": ("stage 1 rows", "stage 3 matrices"),
+    "torch.AdamW": ("stage 3 rows", "stage 3 matrices"),
     "torch.Adafactor": ("stage 3 flat", "fully_shard"),
     "torch.Muon": ("stage 3 rows", "stage 3 matrices"),
     "transformers.Adafactor": ("stage 3 rows", "fully_shard"),

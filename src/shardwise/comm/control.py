@@ -15,7 +15,7 @@ stopped, dead or cut off is silent.
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Protocol
@@ -65,6 +65,9 @@ class Control(Protocol):
         ``about`` names a series of exchanges; at most one of a series is unfinished.
         """
 
+    def waiting(self, about: str) -> AbstractContextManager[object]:
+        """Report and name a wait inside for `start_exchange`, outside any other collective's."""
+
     def broadcast(self, data: bytes, source: int = 0) -> bytes:
         """Return the bytes of rank ``source``; the other ranks' argument is ignored."""
 
@@ -91,6 +94,10 @@ class SoloControl:
     def start_exchange(self, row: bytes, about: str) -> Callable[[], dict[int, bytes]]:
         """Return a function that returns the row."""
         return lambda: {0: row}
+
+    def waiting(self, about: str) -> AbstractContextManager[object]:
+        """Return a context that does nothing."""
+        return nullcontext()
 
     def broadcast(self, data: bytes, source: int = 0) -> bytes:
         """Return the bytes."""
@@ -235,6 +242,10 @@ class GroupControl:
             return found | {self.rank: row}
 
         return finish
+
+    def waiting(self, about: str) -> AbstractContextManager[object]:
+        """Report and name a wait inside for `start_exchange`, outside any other collective's."""
+        return _agreement(replace(self._key, about=about))
 
     def broadcast(self, data: bytes, source: int = 0) -> bytes:
         """Return the source's bytes; two broadcasts, of the length and of the bytes."""

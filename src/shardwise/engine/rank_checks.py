@@ -50,6 +50,7 @@ from shardwise.tensor.plain_state import owner_of, owning_rank
 from shardwise.unit.unit import Unit
 
 _NUMBERS = struct.Struct("<qqI")  # of the pass, and of steps so far; a digest of the collective
+_EXCHANGE = "(passes)"
 _STEPS = "_shardwise_steps"
 _APART = "From then on each rank's slices are those of another model"
 _SHOWN = 3
@@ -119,7 +120,7 @@ class RankChecks:
         self.end_pass()  # the numbers of a pass that raised
         call = crc32(f"{collective.kind} {collective.index}".encode())
         row = _NUMBERS.pack(self._last_met, self.num_steps, call)
-        receive = self._comm.control.start_exchange(row, "(passes)")
+        receive = self._comm.control.start_exchange(row, _EXCHANGE)
 
         def finish() -> StateError | None:
             if self._finish is not finish:
@@ -132,7 +133,11 @@ class RankChecks:
 
     def end_pass(self) -> None:
         """Compare the numbers of this pass, unless that has happened."""
-        if self._finish is not None and (error := self._finish()) is not None:
+        if self._finish is None:
+            return
+        with self._comm.control.waiting(_EXCHANGE):
+            error = self._finish()
+        if error is not None:
             raise error
 
     def _compare_numbers(self, rows: dict[int, bytes]) -> StateError | None:
