@@ -245,6 +245,21 @@ def test_a_micro_batch_more_on_one_rank_is_found_in_that_pass(rank, kind, layout
     take_one_more(rank, kind, layout, loop)
 
 
+@on_ranks(2, fresh=True)
+def test_a_micro_batch_more_is_found_in_a_pass_in_which_optimizers_are_compared(rank):
+    """The odd rank's pass 16 compares optimizers before its reduction; the other's gathers."""
+    model = three_layers(2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(
+        StateError, match=r"rank 1 has \[4 steps .* in backward pass 16\] where rank 0"
+    ):
+        for step in range(1, 7):
+            for _ in range(4 if rank == 1 and step == 5 else 3):
+                backward(model)
+            optimizer.step()
+            model.zero_grad()
+
+
 @on_ranks(3)
 def test_a_micro_batch_more_on_one_rank_is_found_if_its_gather_meets_a_gather(rank):
     for kind, layout, loop in IN_ONE_CALL:

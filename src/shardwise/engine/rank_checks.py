@@ -80,8 +80,8 @@ class RankChecks:
         self._refuse = refuse
         self._num_compared = 0
         self._num_passes = 0  # backward passes that have begun
-        self._last_met = 0  # the pass in which ranks exchanged their numbers last
-        self._finish: Callable[[], StateError | None] | None = None
+        self._last_exchanged = 0  # the pass in which ranks exchanged their numbers last
+        self._compare_received: Callable[[], StateError | None] | None = None
         self._comms = list({id(c): c for c in (comm, *(u.comm for u in self.units))}.values())
         self._is_due = True
         self.num_steps = 0
@@ -99,44 +99,50 @@ class RankChecks:
         """Schedule the comparison before the next reduction; if ``compares``, run it now."""
         self._num_passes += 1
         self._is_due = True
-        self._meet_in(self._num_passes)
+        self._exchange_numbers_in(self._num_passes)
         if compares:
             self.before_reduction()
 
     def begin_forward(self) -> None:
         """Exchange the numbers of passes and steps with the first collective of a pass."""
-        self._meet_in(self._num_passes + 1)
+        self._exchange_numbers_in(self._num_passes + 1)
 
-    def _meet_in(self, number: int) -> None:
-        if number > self._last_met and self._comm.axes.num_ranks > 1:
-            self._last_met = number
+    def _exchange_numbers_in(self, number: int) -> None:
+        if number > self._last_exchanged and self._comm.axes.num_ranks > 1:
+            self._last_exchanged = number
             for comm in self._comms:
-                comm.before_next = self._start_meeting
+                comm.before_next = self._send_numbers
 
-    def _start_meeting(self, collective: CollectiveId) -> Callable[[], StateError | None]:
+    def _send_numbers(self, collective: CollectiveId) -> Callable[[], StateError | None]:
         """Send this rank's numbers, with the collective that it begins."""
         for comm in self._comms:
             comm.before_next = None
         self.end_pass()  # the numbers of a pass that raised
         call = crc32(f"{collective.kind} {collective.index}".encode())
-        row = _NUMBERS.pack(self._last_met, self.num_steps, call)
+        row = _NUMBERS.pack(self._last_exchanged, self.num_steps, call)
         receive = self._comm.control.start_exchange(row, _EXCHANGE)
 
-        def finish() -> StateError | None:
-            if self._finish is not finish:
+        def compare() -> StateError | None:
+            if self._compare_received is not compare:
                 return None
-            self._finish = None
+            self._compare_received = None
             return self._compare_numbers(receive())
 
-        self._finish = finish
-        return finish if self._comm.device.type == "cpu" else _nothing
+        self._compare_received = compare
+        return compare if self._comm.device.type == "cpu" else _nothing
+
+    def _exchange_numbers_now(self) -> None:
+        """Compare the numbers of this pass before an exchange that ranks apart would not reach."""
+        if self._comm.before_next is not None:
+            self._send_numbers(CollectiveId("exchange", "", 0))
+        self.end_pass()
 
     def end_pass(self) -> None:
         """Compare the numbers of this pass, unless that has happened."""
-        if self._finish is None:
+        if self._compare_received is None:
             return
         with self._comm.control.waiting(_EXCHANGE):
-            error = self._finish()
+            error = self._compare_received()
         if error is not None:
             raise error
 
@@ -200,10 +206,10 @@ class RankChecks:
         ]
         if not changed and not is_power:
             return
+        self._exchange_numbers_now()
         more = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
         about = f"{', '.join(changed[:_SHOWN])}{more} here since the last pass" if changed else ""
-        steps = [f"{self.num_steps} steps of optimizers so far"]
-        facts = steps + [line for lines in self.optimizers for line in lines]
+        facts = [line for lines in self.optimizers for line in lines]
         control = self._comm.control
         if (found := find_difference(control, facts, about or "the steps so far")) is not None:
             raise self._refuse_apart(found)
