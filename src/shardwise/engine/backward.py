@@ -192,8 +192,13 @@ class Backward:
 
     # -- passes that raised
     def forget_cut(self) -> None:
-        """Clean up after a backward pass that raised, if the last one did."""
+        """Clean up after a backward pass that raised, if the last one did.
+
+        **Raises** StateError, and waits for no reduction, if the parameters are not to be used:
+        other ranks may have left.
+        """
         if self.passes.is_under_way and not in_backward():
+            self._conditions.check_usable("")
             self.drop_pass()
 
     def drop_pass(self) -> None:

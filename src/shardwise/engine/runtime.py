@@ -186,7 +186,6 @@ class Engine:
     def before_forward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         """Gather the unit, start gathering the next ones, bind the full parameters."""
         self.conditions.rounds.arrive(unit)
-        self.conditions.check_usable("")
         self.backward.forget_cut()
         records = torch.is_grad_enabled()
         if not self.passes.stack and not in_backward():
@@ -215,6 +214,7 @@ class Engine:
         """Raise for a call that would be silently wrong, before the first gather."""
         frees = any(unit.settings.stage.frees_after_forward for unit in self.units)
         refuse_transform(self._allows_transform, frees and records, self.rules.where_full)
+        self.conditions.check_usable("")
         for comm in self.comms:
             comm.refuse_failed("a forward pass")
         self.conditions.check_assigned()
