@@ -13,9 +13,9 @@ over the control group:
   4, 8 and so on.
 
 All ranks of the model's mesh reach that reduction, including a rank that has skipped the step. If
-ranks may skip layers, their first reductions are in different
-layers, and other ranks may wait for them in a collective of a layer between: such models compare
-before the backward pass. Each stage of a pipeline has its mesh and may have different optimizers.
+ranks may skip layers, their first reductions are in different layers, and other ranks may wait for
+them in a collective of a layer between: such models compare before the backward pass. Each stage of
+a pipeline has its mesh and may have different optimizers.
 A step that a loss scaler skips does not count, on any rank.
 
 Note [Passes and steps are counted]
@@ -39,11 +39,10 @@ from zlib import crc32
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shardwise.comm.collective_key import name_ranks
 from shardwise.comm.collectives import Comm
 from shardwise.comm.pending import CollectiveId
 from shardwise.comm.process_groups import FAILED_GROUPS
-from shardwise.engine.agreement import find_difference
+from shardwise.engine.agreement import describe_ranks_apart, find_difference
 from shardwise.engine.first_step import check_first_step
 from shardwise.errors import StateError
 from shardwise.tensor.plain_state import owner_of, owning_rank
@@ -60,8 +59,8 @@ def _nothing() -> None:
     """Find no error."""
 
 
-def _describe_numbers(numbers: tuple[int, int]) -> str:
-    return f"{numbers[1]} steps of optimizers so far, in backward pass {numbers[0]}"
+def _describe_numbers(number: int, num_steps: int) -> str:
+    return f"[{num_steps} steps of optimizers so far, in backward pass {number}]"
 
 
 class RankChecks:
@@ -160,13 +159,12 @@ class RankChecks:
             calls.add(call)
         if len(ranks_with) == 1:
             return None
-        first, *others = ranks_with
-        there = f"where rank {ranks_with[first][0]} has [{_describe_numbers(first)}]"
-        parts = []
-        for other in others:
-            has = "have" if len(ranks_with[other]) > 1 else "has"
-            who = name_ranks(ranks_with[other])
-            parts.append(f"{who} {has} [{_describe_numbers(other)}] {there}")
+        (first, (rank, *_)), *others = ranks_with.items()
+        there = _describe_numbers(*first)
+        parts = [
+            describe_ranks_apart(ranks, _describe_numbers(*numbers), rank, there)
+            for numbers, ranks in others
+        ]
         same_steps = len({steps for _, steps in ranks_with}) == 1
         lasting = (
             "Their gradients are of different numbers of micro-batches" if same_steps else _APART
