@@ -21,7 +21,7 @@ from shardwise.engine.api import engine_of
 from shardwise.engine.runtime import Engine
 from shardwise.errors import ConfigError, StateError
 from shardwise.layout.placements import local_of
-from shardwise.surface.moved import Moves, find_moves, restore_slots, slots_of
+from shardwise.surface.moved import Moves, find_moves, names_of, restore_names
 from shardwise.tensor.inner import gather_whole, has_own_gather, inner_of, plain_parts
 from shardwise.tensor.plain_state import owner_of
 from shardwise.unit.full_parameter import leave_context
@@ -78,7 +78,7 @@ def gathered(
         _put(params, fulls)
     moves = Moves()
     root = engine.units[0].module
-    slots = slots_of(root) if in_model else []
+    names = names_of(root) if in_model else []
     try:
         with engine.conditions.suspended() if in_model else nullcontext():
             yield targets[0] if in_model else fulls
@@ -86,7 +86,7 @@ def gathered(
         if in_model:
             moves = find_moves(root, params, fulls)
             if moves.refused:
-                restore_slots(slots)
+                restore_names(names)
             else:
                 moves.keep()
             _put(params, [s.sharded for s in params])

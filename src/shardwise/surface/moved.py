@@ -69,7 +69,7 @@ def find_moves(
         if before == places or _are_unchanged(param, full):
             continue
         new = [others.get(place) for place in before]
-        if not uses and _is_one(new, full):
+        if not uses and _is_replacement(new, full):
             moves.values[id(full)] = next(found for _, found in filter(None, new))
             for place in before:
                 others.pop(place)
@@ -86,15 +86,12 @@ def find_moves(
     return moves
 
 
-Slots = list[tuple[nn.Module, list[str]]]
-
-
-def slots_of(root: nn.Module) -> Slots:
+def names_of(root: nn.Module) -> list[tuple[nn.Module, list[str]]]:
     """Return the names of each module's parameters, in order."""
     return [(module, list(module._parameters)) for module in root.modules()]
 
 
-def restore_slots(before: Slots) -> None:
+def restore_names(before: list[tuple[nn.Module, list[str]]]) -> None:
     """Give modules their parameters' names of before, in that order; others are dropped.
 
     The sharded parameters are put there afterwards.
@@ -122,7 +119,7 @@ def _are_unchanged(param: ShardedParam, full: torch.Tensor) -> bool:
     return all(use.module._parameters.get(use.attribute) is full for use in param.uses)
 
 
-def _is_one(new: Sequence[tuple[str, nn.Parameter] | None], full: torch.Tensor) -> bool:
+def _is_replacement(new: Sequence[tuple[str, nn.Parameter] | None], full: torch.Tensor) -> bool:
     """Tell whether one parameter of the same shape and dtype is in all places."""
     if None in new or len({id(each[1]) for each in new if each is not None}) != 1:
         return False
