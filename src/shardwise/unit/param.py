@@ -384,12 +384,11 @@ class ShardedParam:
             if name not in ours:
                 vars(self.sharded).setdefault(name, value)
 
-    @property
-    def keeps_writes(self) -> bool:
-        """Tell whether a write to the full parameter is one to the shards, which lie in it."""
+    def _full_memory(self) -> torch.Tensor | None:
+        """Return the full parameter's memory in its storage; None if it has separate memory."""
         if self._storage is None or self.encoding.puts_together or self.form.outer is not None:
-            return False
-        return self._storage.memory.aliased and not self._storage.frees
+            return None
+        return self._storage.view(self.index)
 
     @torch.no_grad()
     def keep_written(self, value: nn.Parameter, *, in_place: bool) -> str | None:
@@ -398,31 +397,30 @@ class ShardedParam:
         ``in_place``: the memory was written. Return the reason if it cannot be kept. Then the full
         parameter is as it was.
         """
-        if not self.has_storage or self.encoding.puts_together or self.form.outer is not None:
+        memory = self._full_memory()
+        if memory is None:
             return "it is a copy there"
-        full, view = self.full, self.storage.view(self.index)
         new = data_of(value)
-        is_alike = (new.shape, new.dtype, type(new)) == (view.shape, view.dtype, torch.Tensor)
-        is_elsewhere = new.data_ptr() != view.data_ptr()
+        is_alike = (new.shape, new.dtype, type(new)) == (memory.shape, memory.dtype, torch.Tensor)
+        is_elsewhere = new.data_ptr() != memory.data_ptr()
+        holds_shards = self.storage.memory.aliased and not self.storage.frees
         reason = None
-        if value is not full and (value.requires_grad or full.requires_grad):
+        if value is not self.full and (value.requires_grad or self.full.requires_grad):
             reason = "another parameter stands in its place, which no optimizer trains"
         elif not is_alike:
             reason = f"it has shape {tuple(new.shape)} and dtype {new.dtype} now"
-        elif not self.keeps_writes and (in_place or is_elsewhere):
+        elif not holds_shards and (in_place or is_elsewhere):
             reason = "it is a copy there"
         elif is_elsewhere:
-            view.copy_(new)
+            memory.copy_(new)
         self.restore_memory()
         return reason
 
     def restore_memory(self) -> None:
         """Give the full parameter the memory that gathers write, if it was given other memory."""
-        if not self.has_storage or self.encoding.puts_together or self.form.outer is not None:
-            return
-        view = self.storage.view(self.index)
-        if data_of(self.full).data_ptr() != view.data_ptr():
-            set_full_data(self.full, view)
+        memory = self._full_memory()
+        if memory is not None and data_of(self.full).data_ptr() != memory.data_ptr():
+            set_full_data(self.full, memory)
 
     def put(self, param: nn.Parameter) -> None:
         """Put a parameter into every module that uses this one."""
