@@ -41,6 +41,7 @@ from shardwise.parallel.parts import Joined, Model, modules_of
 from shardwise.tensor.cut import Cut
 from shardwise.tensor.inner import cut_by_rows, has_own_gather, inner_of, plain_parts
 from shardwise.tensor.plain_state import PLAIN_SCALARS
+from shardwise.tensor.replaced import params_of
 from shardwise.unit.param import ShardedParam
 
 _SHOWN = 5
@@ -461,7 +462,7 @@ class Restore:
         for each in self._optimizer.optimizers if self._optimizer is not None else ():
             for group, saved in zip(each.param_groups, self._groups, strict=True):
                 _apply_settings(group, saved)
-            held = {id(param) for group in each.param_groups for param in group["params"]}
+            held = set(map(id, params_of(each)))
             for place, state in self._states.items():
                 if id(place.held) in held:
                     if state:

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from shardwise.engine.tree import ATTRIBUTE
 from shardwise.errors import StateError
 from shardwise.tensor.plain_state import owner_of
-from shardwise.tensor.replaced import Replaced
+from shardwise.tensor.replaced import Replaced, params_of
 from shardwise.tensor.tensor_base import ShardTensorBase
 from shardwise.unit.full_parameter import FullParameter, left_context
 
@@ -36,7 +36,7 @@ def check_first_step(optimizer: torch.optim.Optimizer, num_ranks: int) -> None:
 
     **Cost** a walk over the process's objects.
     """
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = params_of(optimizer)
     _refuse_full(optimizer, params)
     if any(isinstance(param, ShardTensorBase) for param in params):
         _warn_of_copies(optimizer, params)

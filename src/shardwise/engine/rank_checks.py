@@ -46,6 +46,7 @@ from shardwise.engine.agreement import describe_ranks_apart, find_difference
 from shardwise.engine.first_step import check_first_step
 from shardwise.errors import StateError
 from shardwise.tensor.plain_state import owner_of, owning_rank
+from shardwise.tensor.replaced import params_of
 from shardwise.unit.unit import Unit
 
 _NUMBERS = struct.Struct("<qqI")  # of the pass, and of steps so far; a digest of the collective
@@ -272,7 +273,7 @@ def _note_step(optimizer: Any, *_: object) -> None:
     steps: _Steps | None = vars(optimizer).get(_STEPS)
     if steps is None:
         found: dict[int, RankChecks] = {}
-        params = [param for group in optimizer.param_groups for param in group["params"]]
+        params = params_of(optimizer)
         for param in params:
             checks = getattr(getattr(owner_of(param), "unit", None), "engine", None)
             checks = getattr(checks, "rank_checks", None)

@@ -28,6 +28,7 @@ from shardwise.parallel.accumulate import accumulate
 from shardwise.parallel.clipping import clip_grad_norm_
 from shardwise.tensor.inner import gather_whole
 from shardwise.tensor.plain_state import owner_of
+from shardwise.tensor.replaced import params_of
 from shardwise.versions import load_neighbour
 
 load_neighbour("accelerate", "shardwise.interop.accelerate")
@@ -77,7 +78,7 @@ class Accelerator(_Accelerator):
                 )
         known = {id(p) for a in args if isinstance(a, nn.Module) for p in a.parameters()}
         for optimizer in (a for a in args if isinstance(a, torch.optim.Optimizer)):
-            if sharded and not known & {id(p) for p in _params_of(optimizer)}:
+            if sharded and not known & {id(p) for p in params_of(optimizer)}:
                 raise ConfigError(
                     f"prepare(): no parameter of the {type(optimizer).__name__} belongs to the "
                     "models; if it was built before the model was sharded, build it afterwards, "
@@ -156,7 +157,7 @@ class Accelerator(_Accelerator):
                 "shardwise.observe(model, optimizer)"
             )
         ids = {id(p) for p in sharded[0].parameters()}
-        own = [o.optimizer for o in self._optimizers if ids & {id(p) for p in _params_of(o)}]
+        own = [o.optimizer for o in self._optimizers if ids & {id(p) for p in params_of(o)}]
         self._observation = observe(sharded[0], own, output, **options)
         return self._observation
 
@@ -228,7 +229,7 @@ class Accelerator(_Accelerator):
     def _hidden_optimizers(self) -> Iterator[None]:
         """Hide the optimizers of sharded models from accelerate, which would pickle them."""
         every = self._optimizers
-        self._hidden = [o for o in every if any(owner_of(p) is not None for p in _params_of(o))]
+        self._hidden = [o for o in every if any(owner_of(p) is not None for p in params_of(o))]
         self._optimizers = [o for o in every if o not in self._hidden]
         try:
             yield
@@ -256,7 +257,7 @@ class Accelerator(_Accelerator):
         sharded = [_inner(m) for m in models if is_sharded(m)]
         for number, model in enumerate(sharded):
             ids = {id(p) for p in model.parameters()}
-            own = [o for o in self._hidden if ids & {id(p) for p in _params_of(o)}]
+            own = [o for o in self._hidden if ids & {id(p) for p in params_of(o)}]
             if len(own) > 1:
                 raise ConfigError(
                     f"save_state, load_state: {len(own)} optimizers were prepared for one sharded "
@@ -274,10 +275,6 @@ def is_sharded(model: nn.Module) -> bool:
 def _inner(model: nn.Module) -> nn.Module:
     found: nn.Module = model.__dict__.get("_modules", {}).get("_orig_mod", model)
     return found
-
-
-def _params_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    return (p for group in optimizer.param_groups for p in group["params"])
 
 
 def _full(value: Any) -> object:

@@ -25,6 +25,7 @@ from shardwise.plan.machine.hardware import find_accelerator
 from shardwise.quantities import format_bytes, format_count
 from shardwise.tensor.inner import inner_of
 from shardwise.tensor.plain_state import owner_of
+from shardwise.tensor.replaced import params_of
 from shardwise.unit.param import ShardedParam
 from shardwise.unit.unit import Unit
 from shardwise.unit_facts import UnitFacts
@@ -242,7 +243,7 @@ def facts_of(
     axes = [*parts.comm.axes.all]  # that parameters are cut over or copied along
     axes += [axis for u in parts.units for p in u.params for axis in p.cut.own_axes]
     axes += [stages for each in parts.comms if (stages := each.axes.stages) is not None]
-    held = [p for each in optimizers for group in each.param_groups for p in group["params"]]
+    held = [param for each in optimizers for param in params_of(each)]
     peak_flops = None  # of a device that is not in the catalogue, and for mixed dtypes
     if device.type != "cpu" and len(dtypes) == 1:
         with suppress(ConfigError):

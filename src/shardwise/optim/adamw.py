@@ -22,6 +22,7 @@ from shardwise.optim.kinds import ARGUMENTS, BLOCK
 from shardwise.optim.moments import MOMENTS, AsTheyAre, Held, InBlocks, Moments, kind_of
 from shardwise.optim.slices import Place, Slice, like, place_of, slice_of
 from shardwise.optim.step import PartOfStep, Settings, Work, spans
+from shardwise.tensor.replaced import params_of
 
 _REFUSED = ("amsgrad", "maximize")
 _OF_TORCH = (*_REFUSED, "foreach", "capturable", "differentiable", "fused")
@@ -87,7 +88,7 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.part_of_step(p for group in self.param_groups for p in group["params"])()
+        self.part_of_step(params_of(self))()
         return loss
 
     def part_of_step(self, params: Iterable[torch.Tensor]) -> PartOfStep:
@@ -138,7 +139,7 @@ class AdamW(torch.optim.Optimizer):
     def state_dict(self) -> StateDict:
         """Return the state with decoded moments, as torch's AdamW can load it."""
         found = super().state_dict()
-        params = [param for group in self.param_groups for param in group["params"]]
+        params = params_of(self)
         found["state"] = {
             number: self.saved_state(params[number]) if isinstance(number, int) else state
             for number, state in found["state"].items()
@@ -159,7 +160,7 @@ class AdamW(torch.optim.Optimizer):
                 for theirs, ours in zip(groups, self.param_groups, strict=True)
             ]
         super().load_state_dict({**state_dict, "param_groups": groups})
-        params = [param for group in self.param_groups for param in group["params"]]
+        params = params_of(self)
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         for param, number in zip(params, numbers, strict=True):
             for name, value in state_dict["state"].get(number, {}).items():

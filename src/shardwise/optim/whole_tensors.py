@@ -21,6 +21,7 @@ from shardwise.step.probe import refuse_collectives, traits_of
 from shardwise.tensor.draws import same_draws
 from shardwise.tensor.gathered_step import GatheredStep, running
 from shardwise.tensor.plain_state import GATHERS, cut_plain_state, owner_of
+from shardwise.tensor.replaced import params_of
 
 _LOG = logging.getLogger("shardwise")
 O = TypeVar("O", bound=Optimizer)  # noqa: E741 - a type
@@ -63,7 +64,7 @@ class _Gathering:
 
     def step(self, optimizer: Optimizer, args: Args, kwargs: Kwargs) -> Any:
         """Step with gathers; draws are equal on all ranks."""
-        params = [param for group in optimizer.param_groups for param in group["params"]]
+        params = params_of(optimizer)
         owned = [(param, owner) for param in params if (owner := owner_of(param)) is not None]
         if not owned:
             return self._step(*args, **kwargs)

@@ -61,6 +61,7 @@ from shardwise.step.local_step import (
 from shardwise.step.state_files import StateFiles, held_of
 from shardwise.step.unit_step import OnDevice, UnitStep, lock_pages
 from shardwise.tensor.plain_state import owner_of
+from shardwise.tensor.replaced import params_of
 from shardwise.unit.home import Home
 from shardwise.unit.partial import PartialGrad
 from shardwise.unit.states import ParamState
@@ -438,5 +439,5 @@ def _engines_of(units: Iterable[Unit | None]) -> list[Engine]:
 
 def homes_of(optimizer: Optimizer) -> list[Home]:
     """Return the homes of the units of an optimizer's parameters."""
-    owners = (owner_of(p) for group in optimizer.param_groups for p in group["params"])
+    owners = map(owner_of, params_of(optimizer))
     return [owner.unit.home for owner in owners if owner is not None and owner.unit.home]

@@ -34,6 +34,7 @@ from shardwise.device import accelerator_generator, seed_generators, set_acceler
 from shardwise.errors import ConfigError
 from shardwise.step.local_step import Args, Kwargs, optimizer_like
 from shardwise.tensor.plain_state import owner_of, owning_rank
+from shardwise.tensor.replaced import params_of
 
 _TRAITS = "_shardwise_traits"  # on an optimizer that was probed
 _STEPS = 4
@@ -77,7 +78,7 @@ def _check(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> None:
     kind: Any = type(optimizer)
     if torch.compiler.is_compiling() or not may_call_collectives(kind):
         return
-    if any(_is_sharded(param) for param in _params_of(optimizer)):
+    if any(_is_sharded(param) for param in params_of(optimizer)):
         refuse_collectives(optimizer, traits_of(optimizer, args, kwargs))
 
 
@@ -141,10 +142,10 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def _probe(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> Traits:
-    owners = [owner for param in _params_of(optimizer) if (owner := owner_of(param)) is not None]
+    owners = [owner for param in params_of(optimizer) if (owner := owner_of(param)) is not None]
     if all(axis.size == 1 for owner in owners for axis in owner.cut.comm.axes.all):
         return Traits()
-    generators = _Generators(next(stepped for stepped in _params_of(optimizer)).device)
+    generators = _Generators(params_of(optimizer)[0].device)
     try:
         for size in _SIZES:
             try:
@@ -157,11 +158,6 @@ def _probe(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> Traits:
     finally:
         generators.restore()
     return Traits()
-
-
-def _params_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
 
 
 def _compare(stage: _Stage, generators: _Generators) -> Traits:

@@ -15,6 +15,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from shardwise.errors import ShardError
 from shardwise.tensor.plain_state import owner_of
+from shardwise.tensor.replaced import params_of
 
 _CHECKED = "_shardwise_class_checked"  # on an optimizer that was looked up
 _WRONG = {
@@ -39,7 +40,7 @@ def _check(optimizer: Optimizer, *_: object) -> None:
         return
     kind = type(optimizer)
     why = _WRONG.get((kind.__module__.partition(".")[0], kind.__name__))
-    params = (param for group in optimizer.param_groups for param in group["params"])
+    params = params_of(optimizer)
     if why is not None and any(owner_of(param) is not None for param in params):
         raise ShardError(
             f"{kind.__name__} over sharded parameters: {why}. Use it with "

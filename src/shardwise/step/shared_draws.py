@@ -31,6 +31,7 @@ from shardwise.step.local_step import Args, Kwargs, is_elementwise
 from shardwise.tensor.cut import GATHER_SITE, Cut
 from shardwise.tensor.draws import generator_states, set_generator_states
 from shardwise.tensor.plain_state import owner_of
+from shardwise.tensor.replaced import params_of
 
 _SITE = CollectiveId("broadcast", "(generators)", 0)
 _MAX_BYTES = 1 << 14
@@ -55,7 +56,7 @@ def _begin(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> None:
         return
     draws: _Draws | None = vars(optimizer).get(_DRAWS)
     if draws is None:
-        params = (param for group in optimizer.param_groups for param in group["params"])
+        params = params_of(optimizer)
         owned = ((param, owner_of(param)) for param in params)
         found = next(((p.device, by.cut) for p, by in owned if by is not None and by.has_cut), None)
         if found is None or all(axis.size == 1 for axis in (*found[1].comm.axes.all,)):

@@ -29,6 +29,7 @@ from shardwise.layout.placements import local_of
 from shardwise.step.local_step import Args, Kwargs, is_elementwise, optimizer_like, run_last
 from shardwise.tensor.cut import Cut
 from shardwise.tensor.plain_state import GATHERS, owner_of
+from shardwise.tensor.replaced import params_of
 from shardwise.tensor.shard_tensor import ShardTensor
 from shardwise.unit.param import AsShardTensor, ShardedParam
 from shardwise.unit.unit import Unit
@@ -61,7 +62,7 @@ def _prepare(optimizer: Optimizer, *_: object) -> None:
         return
     if GATHERS not in vars(optimizer) and _keeps_dtensors(type(optimizer)):
         return
-    params = (param for group in optimizer.param_groups for param in group["params"])
+    params = params_of(optimizer)
     if hasattr(optimizer, "optimizers") or not any(_is_stood_for(param) for param in params):
         return
     if _STAND_INS not in vars(optimizer):

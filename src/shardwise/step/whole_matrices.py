@@ -39,6 +39,7 @@ from shardwise.step.local_step import (
 )
 from shardwise.step.probe import refuse_collectives, traits_of
 from shardwise.tensor.plain_state import PLAIN_SCALARS, owner_of, owning_rank
+from shardwise.tensor.replaced import params_of
 from shardwise.unit.partial import PartialGrad
 
 _HOOK = "_shardwise_whole_hook"  # on an optimizer: id of the hook after its step
@@ -62,7 +63,7 @@ def _prepare(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> None:
         return  # each of its optimizers steps by itself
     if any(isinstance(value, Optimizer) for value in vars(optimizer).values()):
         return  # a wrapper (SAM, Lookahead), whose copy would not share groups with the inner one
-    params = (param for group in optimizer.param_groups for param in group["params"])
+    params = params_of(optimizer)
     if all(owning_rank(param) is None for param in params):
         return
     traits = traits_of(optimizer, args, kwargs)

@@ -31,6 +31,11 @@ def running_optimizer() -> torch.optim.Optimizer | None:
     return None
 
 
+def params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the parameters of all groups of an optimizer, in order."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
 def _frames() -> Iterator[FrameType]:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

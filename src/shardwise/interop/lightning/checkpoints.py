@@ -22,6 +22,7 @@ from shardwise.checkpoint.values import encode
 from shardwise.engine.model import compare_load
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.tensor.plain_state import PLAIN_SCALARS, cut_like, cut_state_dict
+from shardwise.tensor.replaced import params_of
 
 _STRATEGY_SAVES = ("state_dict", "optimizer_states")
 _HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
@@ -52,7 +53,7 @@ def _as_one(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[Any]:
     one = _AsOne(optimizers)
     yield one
     for optimizer in optimizers:
-        params = [p for group in optimizer.param_groups for p in group["params"]]
+        params = params_of(optimizer)
         found = {p: one.state[p] for p in params if p in one.state}
         optimizer.state.clear()
         optimizer.state.update(found)
@@ -171,7 +172,7 @@ def _load_file(
 @torch.no_grad()
 def _load_full_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     """Load an optimizer's state of full tensors; each rank keeps its slices."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
+    params = params_of(optimizer)
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     states: dict[int, State] = {}
     for number, param in zip(numbers, params, strict=True):
