@@ -30,9 +30,10 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from shardwise.comm.torch_collectives import CollectiveCalled, RefusedCollectives
-from shardwise.device import accelerator_generator, seed_generators, set_accelerator_generator
+from shardwise.device import seed_generators
 from shardwise.errors import ConfigError
 from shardwise.step.local_step import Args, Kwargs, optimizer_like
+from shardwise.step.shared_draws import GeneratorStates
 from shardwise.tensor.plain_state import owner_of, owning_rank
 from shardwise.tensor.replaced import params_of
 
@@ -150,7 +151,7 @@ def _probe(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> Traits:
         for size in _SIZES:
             try:
                 with RefusedCollectives(), torch.compiler.set_stance("force_eager"):
-                    return _compare(_Stage(optimizer, size, args, kwargs), generators)
+                    return _compare(_Trial(optimizer, size, args, kwargs), generators)
             except CollectiveCalled as call:
                 return Traits(collective=str(call.args[0]), is_separable=False)
             except Exception as error:
@@ -160,21 +161,21 @@ def _probe(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> Traits:
     return Traits()
 
 
-def _compare(stage: _Stage, generators: _Generators) -> Traits:
+def _compare(trial: _Trial, generators: _Generators) -> Traits:
     generators.seed()
-    whole, numbers = stage.steps(stage.everything)
+    whole, numbers = trial.steps(trial.everything)
     if generators.have_drawn():
         return Traits(is_separable=False)
-    for part in stage.parts():
-        alone, numbers_alone = stage.steps(part)
-        if not all(stage.is_same(number, alone[number], whole[number]) for number in part):
+    for part in trial.parts():
+        alone, numbers_alone = trial.steps(part)
+        if not all(trial.is_same(number, alone[number], whole[number]) for number in part):
             return Traits(is_separable=False)
         if any(not _is_near(number, numbers.get(at)) for at, number in numbers_alone.items()):
             return Traits(is_separable=False)
     return Traits()
 
 
-class _Stage:
+class _Trial:
     """Stand-ins for some of an optimizer's parameters, and the runs that step them."""
 
     def __init__(self, optimizer: Optimizer, size: int, args: Args, kwargs: Kwargs) -> None:
@@ -297,8 +298,11 @@ class _Generators:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._before = self._states()
-        self._seeded: list[object] = []
+        self._before = self._read()
+        self._seeded = self._before
+
+    def _read(self) -> GeneratorStates:
+        return GeneratorStates.read(self._device, has_others=True)
 
     def seed(self) -> None:
         """Give all of them fixed states."""
@@ -306,26 +310,12 @@ class _Generators:
         seed_generators(self._device, 0)
         random.seed(0)
         np.random.seed(0)
-        self._seeded = self._states()
+        self._seeded = self._read()
 
     def have_drawn(self) -> bool:
         """Tell whether one of them has drawn since `seed`."""
-        return self._words(self._states()) != self._words(self._seeded)
+        return not self._read().is_equal(self._seeded)
 
     def restore(self) -> None:
         """Give all of them their states from the beginning."""
-        python, numpy, host, accelerator = self._before
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(host)
-        if accelerator is not None:
-            set_accelerator_generator(self._device, accelerator)
-
-    def _words(self, states: list[Any]) -> list[object]:
-        python, numpy, *tensors = states
-        words = [None if tensor is None else tensor.tolist() for tensor in tensors]
-        return [python, numpy["state"]["key"].tolist(), numpy["state"]["pos"], *words]
-
-    def _states(self) -> list[Any]:
-        host, accelerator = torch.get_rng_state(), accelerator_generator(self._device)
-        return [random.getstate(), np.random.get_state(legacy=False), host, accelerator]
+        self._before.write(self._device)

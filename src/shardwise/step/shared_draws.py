@@ -75,24 +75,27 @@ def _end(optimizer: Optimizer, *_: object) -> None:
 
 
 @dataclass(frozen=True)
-class _States:
+class GeneratorStates:
     """The states of torch's default generators; of Python's and NumPy's too, or None."""
 
     of_torch: tuple[torch.Tensor, ...]
     others: tuple[Any, Any] | None
 
     @classmethod
-    def read(cls, device: torch.device, has_others: bool) -> _States:
+    def read(cls, device: torch.device, has_others: bool) -> GeneratorStates:
+        """Return the present states of the host's generators and the device's."""
         others = (random.getstate(), np.random.get_state()) if has_others else None
         return cls(tuple(generator_states(device)), others)
 
     def write(self, device: torch.device) -> None:
+        """Give the generators these states."""
         set_generator_states(device, self.of_torch)
         if self.others is not None:
             random.setstate(self.others[0])
             np.random.set_state(self.others[1])
 
-    def is_equal(self, other: _States) -> bool:
+    def is_equal(self, other: GeneratorStates) -> bool:
+        """Tell whether the next draws would be the same."""
         are_equal = all(map(torch.equal, self.of_torch, other.of_torch))
         if not are_equal or self.others is None or other.others is None:
             return are_equal
@@ -103,7 +106,7 @@ class _States:
         is_same = (python, kind, rest) == (python_2, kind_2, rest_2)
         return is_same and bool(np.array_equal(keys, keys_2))
 
-    def of_first_rank(self, cut: Cut) -> _States:
+    def of_first_rank(self, cut: Cut) -> GeneratorStates:
         """Return rank 0's. **Cost** a broadcast of 16 KiB."""
         data = pickle.dumps(([state.numpy() for state in self.of_torch], self.others))
         assert len(data) <= _MAX_BYTES, len(data)
@@ -111,7 +114,7 @@ class _States:
         own = own.to(cut.comm.device)
         cut.comm.broadcast(own, _SITE, also=cut.own_axes)
         of_torch, others = pickle.loads(own.cpu().numpy().tobytes())
-        return _States(tuple(map(torch.from_numpy, of_torch)), others)
+        return GeneratorStates(tuple(map(torch.from_numpy, of_torch)), others)
 
 
 @dataclass
@@ -120,11 +123,11 @@ class _Draws:
 
     device: torch.device
     cut: Cut
-    common: _States | None = None
+    common: GeneratorStates | None = None
     has_drawn: bool = False
     call: FrameType | None = None  # of the step under way, or of one that raised
-    _own: _States | None = None
-    _given: _States | None = None
+    _own: GeneratorStates | None = None
+    _given: GeneratorStates | None = None
 
     def is_under_way(self) -> bool:
         """Tell whether the step is being called."""
@@ -139,7 +142,7 @@ class _Draws:
         **Cost** one broadcast of 16 KiB in the first step, and in each if the first has drawn.
         """
         is_shared = self.has_drawn or self.common is None
-        self._own = _States.read(self.device, has_others=is_shared)
+        self._own = GeneratorStates.read(self.device, has_others=is_shared)
         self._given = self.common
         if is_shared or self._given is None:
             self._given = self._own.of_first_rank(self.cut)
@@ -149,13 +152,13 @@ class _Draws:
         """Note whether the step has drawn; give other generators than rank 0's their state back."""
         if self._own is None or self._given is None:
             return
-        after = _States.read(self.device, has_others=self._own.others is not None)
+        after = GeneratorStates.read(self.device, has_others=self._own.others is not None)
         moved = not after.is_equal(self._given)
         if self.common is None:  # the first step; a rank may have had nothing to draw
             self.has_drawn = self._any(moved)
         if not moved or not self._own.is_equal(self._given):
             self._own.write(self.device)
-        self.common = _States(after.of_torch, None)
+        self.common = GeneratorStates(after.of_torch, None)
         self._own = None
 
     def _any(self, moved: bool) -> bool:
