@@ -23,11 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import _common as common
+import _seeded_losses as seeded
 
 common.find_shardwise()
 
-DEMO = Path(__file__).parent.parent / "examples" / "demo.yaml"
-SMALL = "dim=64,layers=2,seq=64,eval_windows=128"
 PLAIN, ONE_RANK = "fp32", "one rank"
 CHOICES: dict[str, Mapping[str, Any]] = {
     ONE_RANK: {},
@@ -55,7 +54,7 @@ def work(config: Mapping[str, Any]) -> None:
     losses = []
     with common.joined_ranks(config):
         for seed in config["seeds"]:
-            keys = check_run(load_config(DEMO, {**config["keys"], "seed": seed}), ranks)
+            keys = check_run(load_config(seeded.DEMO, {**config["keys"], "seed": seed}), ranks)
             run = prepare_run(keys, place, torch.device("cpu"))
             for step in range(1, keys.steps + 1):
                 compute_step(run, step)
@@ -65,27 +64,15 @@ def work(config: Mapping[str, Any]) -> None:
 
 def parse() -> argparse.Namespace:
     """Read the flags."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--choices", default=[*CHOICES], type=lambda text: text.split(","))
-    parser.add_argument("--seeds", default=[0, 1, 2], type=lambda t: [*map(int, t.split(","))])
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--ranks", type=int, default=2)
+    parser = seeded.parser(__doc__, CHOICES, ",")
     parser.add_argument("--block", type=int, default=256, help="elements that share a scale")
-    parser.add_argument("--lr", type=float, default=1e-3, help="the demo's own is 4e-3")
-    parser.add_argument("--keys", default=SMALL, help="other keys of `shardwise train`: k=v,k=v")
-    parser.add_argument("--timeout", type=float, default=3600, help="seconds, of one choice")
-    parser.add_argument("--json", help="append results to this file")
     return parser.parse_args()
 
 
 def main() -> None:
     """Train with every choice and compare."""
     args = parse()
-    keys = {"steps": args.steps, "lr": args.lr, "min_lr": args.lr / 20, "threads": 1}
-    keys |= {"gather_block": args.block, "overwrite": True, "observe": False}
-    keys |= dict(each.split("=", 1) for each in args.keys.split(",") if each)
+    keys = seeded.keys_of(args, gather_block=args.block)
     plain: list[float] = []
     rows = []
     for choice in (PLAIN, *args.choices):
@@ -96,14 +83,10 @@ def main() -> None:
             found = common.run_processes(Path(__file__), case, ranks, timeout_s=args.timeout)
         losses = found[0]["losses"]
         plain = plain or losses
-        more = [loss / exact - 1 for loss, exact in zip(losses, plain, strict=True)]
-        print(choice, *(f"{loss:.4f} ({by:+.2%})" for loss, by in zip(losses, more, strict=True)))
-        mean = common.mean(more)
+        more, row = seeded.compare(choice, losses, plain)
         goal = GOALS.get(choice, GOAL)
         is_judged = choice not in (PLAIN, *UNMEASURED)
-        rows.append([choice, f"{common.mean(losses):.4f}", f"{mean:+.2%}"])
-        rows[-1] += [f"{min(more):+.2%} to {max(more):+.2%}"]
-        rows[-1] += [common.verdict(abs(mean), goal) if is_judged else ""]
+        rows.append([*row, common.verdict(abs(common.mean(more)), goal) if is_judged else ""])
         record = {"benchmark": "encoded_losses", "choice": choice, "seeds": args.seeds}
         record |= {"keys": keys, "eval_losses": losses, "more": more}
         common.append_json(args.json, record)

@@ -23,11 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import _common as common
+import _seeded_losses as seeded
 
 common.find_shardwise()
 
-DEMO = Path(__file__).parent.parent / "examples" / "demo.yaml"
-SMALL = "dim=64,layers=2,seq=64,eval_windows=128"
 SYNCHRONOUS, ONE_RANK = "synchronous", "other sum"
 NESTEROV = {"outer": "nesterov"}
 CHOICES: dict[str, Mapping[str, Any]] = {
@@ -59,7 +58,7 @@ def work(config: Mapping[str, Any]) -> None:
     losses, sent = [], 0.0
     with common.joined_ranks(config):
         for seed in config["seeds"]:
-            apart = check_run(load_config(DEMO, {**config["keys"], "seed": seed}), ranks)
+            apart = check_run(load_config(seeded.DEMO, {**config["keys"], "seed": seed}), ranks)
             keys = apart.model_copy(update={"local_steps": None})
             run = prepare_run(keys, place, torch.device("cpu"))
             for step in range(1, keys.steps + 1):
@@ -83,27 +82,15 @@ def sent_over_replicas(model: Any) -> int:
 
 def parse() -> argparse.Namespace:
     """Read the flags."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--choices", default=[*CHOICES], type=lambda text: text.split(";"))
-    parser.add_argument("--seeds", default=[0, 1, 2], type=lambda t: [*map(int, t.split(","))])
-    parser.add_argument("--steps", type=int, default=300)
+    parser = seeded.parser(__doc__, CHOICES, ";")
     parser.add_argument("--begin", type=int, default=0, help="synchronous steps before")
-    parser.add_argument("--ranks", type=int, default=2, help="as many replicas")
-    parser.add_argument("--lr", type=float, default=1e-3, help="the demo's own is 4e-3")
-    parser.add_argument("--keys", default=SMALL, help="other keys of `shardwise train`: k=v,k=v")
-    parser.add_argument("--timeout", type=float, default=3600, help="seconds, of one choice")
-    parser.add_argument("--json", help="append results to this file")
     return parser.parse_args()
 
 
 def main() -> None:
     """Train with every choice and compare."""
     args = parse()
-    keys = {"steps": args.steps, "lr": args.lr, "min_lr": args.lr / 20, "threads": 1}
-    keys |= {"overwrite": True, "observe": False}
-    keys |= dict(each.split("=", 1) for each in args.keys.split(",") if each)
+    keys = seeded.keys_of(args)
     exact: list[float] = []
     rows = []
     for choice in (SYNCHRONOUS, *args.choices):
@@ -117,10 +104,8 @@ def main() -> None:
             found = common.run_processes(Path(__file__), case, ranks, timeout_s=args.timeout)
         losses, sent = found[0]["losses"], found[0]["sent"]
         exact = exact or losses
-        more = [loss / first - 1 for loss, first in zip(losses, exact, strict=True)]
-        print(choice, *(f"{loss:.4f} ({by:+.2%})" for loss, by in zip(losses, more, strict=True)))
-        rows.append([choice, f"{common.mean(losses):.4f}", f"{common.mean(more):+.2%}"])
-        rows[-1] += [f"{min(more):+.2%} to {max(more):+.2%}", f"{sent:,.0f}"]
+        more, row = seeded.compare(choice, losses, exact)
+        rows.append([*row, f"{sent:,.0f}"])
         record = {"benchmark": "local_losses", "choice": choice, "seeds": args.seeds}
         record |= {
             "keys": keys,
