@@ -17,12 +17,11 @@ import torch
 
 from shardwise.errors import ShardError
 from shardwise.tensor.draws import same_draws
-from shardwise.tensor.operations import DRAWS, METADATA
+from shardwise.tensor.operations import DRAWS, FACTS
 from shardwise.tensor.tensor_base import Operation, ShardTensorBase
 
 _PROPERTIES_OF_ELEMENTS = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 _HANDLES = frozenset({"data_ptr", "storage", "untyped_storage", "_typed_storage", "__dlpack__"})
-_FACTS = METADATA - _HANDLES - {"__repr__", "__str__"}
 
 
 class GatheredCopy:
@@ -91,7 +90,7 @@ class WholeView(torch.Tensor):
         call = Operation(func, getattr(func, "__name__", ""), args, kwargs)
         if call.name in ("__get__", "__set__", "__delete__"):
             return cls._property(call)
-        if call.name in _FACTS:
+        if call.name in FACTS:
             return call.run(_plain_in)
         if call.name in _HANDLES:
             raise ShardError(
