@@ -21,8 +21,8 @@ saved: it is gone when the host restarts, and when the run ends.
 Note [Which copy a restart takes]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 The newest that is whole. A run that ends while it writes a copy leaves the one before it, so a
-restart may be two periods behind the last step. What is newer than the loaded state, and why it was
-not taken, is a warning on rank 0 (`Refused`).
+restart may be two periods behind the last step. Rank 0 warns of each newer state that was not
+taken, with the reason (`Refused`).
 
 Note [Which copies are of this run]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -464,7 +464,7 @@ class MemoryTier:
             self._remove(self.folder / entry.name, entry)
 
     def _remove(self, path: Path, entry: Entry) -> None:
-        """Remove a copy; what is in its place and not ours is kept, under another name."""
+        """Remove a copy; a foreign entry in its place is kept under another name."""
         try:
             if entry.kind != "folder":
                 self._keep_aside(path)
@@ -487,7 +487,7 @@ class MemoryTier:
 
 
 def remove_dead_runs(files: Files, own: Path, news: list[str]) -> None:
-    """Remove the folders beside ``own`` of runs that are gone; add what was removed to ``news``.
+    """Remove the folders beside ``own`` of runs that are gone; add their names to ``news``.
 
     See Note [Folders of runs that are gone].
     """

@@ -1,4 +1,4 @@
-"""Checks at an optimizer's first step: does it train the model, and all of what it trains alike?
+"""Checks at an optimizer's first step: it trains the model, with the same gradients on all ranks.
 
 An optimizer holds parameters by identity. It trains nothing if these are full parameters from
 inside `gathered` or `unshard`, copies or ``p.data``, and a scheduler changes nothing if its
@@ -30,7 +30,7 @@ T = TypeVar("T")
 def check_first_step(optimizer: torch.optim.Optimizer, num_ranks: int) -> None:
     """Raise for full parameters, and warn of what would train nothing or differ between ranks.
 
-    ``num_ranks``: over which the optimizer's sharded parameters are spread; 0 if it has none.
+    ``num_ranks``: the ranks of the optimizer's sharded parameters; 0 without sharded parameters.
 
     **Raises** StateError if the optimizer holds full parameters of a sharded model.
 

@@ -300,7 +300,7 @@ class Engine:
         return self.passes.watch_use(unit, leaf)
 
     def note_assigned(self, param: ShardedParam, shared: Shared | None) -> None:
-        """Note what was assigned to ``p.data``, until the next forward pass."""
+        """Note an assignment to ``p.data``, until the next forward pass."""
         self.conditions.note_assigned(param, shared)
 
     def watch_grad(self, unit: Unit, leaf: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ steps the parameters are brought together, in one of two ways:
 - "average": each parameter becomes its mean over the replicas. Nothing is kept for it.
 - `Outer`: every rank keeps the parameters of the last synchronisation, the *anchor*, in float32.
   The outer gradient is the anchor minus the mean of the replicas' parameters, taken as the mean of
-  the differences. SGD with Nesterov momentum steps the anchor, and all replicas go on from it.
+  the differences. SGD with Nesterov momentum steps the anchor, and all replicas continue from it.
 
 The optimizer of the inner steps keeps its state, which differs between replicas. Anchor and
 momentum are cut as the parameters are: each rank has those of its slices, at stage 0 of all.
@@ -61,8 +61,8 @@ class LocalSteps:
     ``outer`` is "average", "nesterov" (an `Outer` with its defaults) or an `Outer`. ``streams``
     groups of units are synchronised at different steps. See Note [Steps of replicas].
 
-    From now on gradients are means over the shard axis. This lasts as long as the model: to go on
-    with synchronous steps, save a checkpoint at a synchronisation and load it into another model.
+    From now on gradients are means over the shard axis. This lasts as long as the model. For
+    synchronous steps again, save a checkpoint at a synchronisation and load it into another model.
 
     **State** no accumulation window is open, and no gradient is kept. Parameters are the same on
     all replicas.
@@ -71,7 +71,7 @@ class LocalSteps:
     more for the momentum (1.02 in int8), where the slices are.
 
     **Raises** ConfigError, on all ranks, for a model without a replicate axis, settings that differ
-    between ranks, or trained parameters that are no plain floating-point slices.
+    between ranks, or trained parameters other than plain floating-point slices.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class LocalSteps:
 
     @property
     def streams(self) -> int:
-        """Number of groups of units that are synchronised at steps of their own."""
+        """Number of groups of units that are synchronised at separate steps."""
         return self.windows.streams
 
     @property

@@ -57,9 +57,9 @@ def gathered(
     new place and name. With ``writeback`` a new parameter of the same shape and dtype in the place
     of an old one gives it its values.
 
-    **Raises** StateError on all ranks if a tensor was changed without ``writeback``, or if a
-    parameter was added, removed or replaced otherwise; ConfigError at once if ``source`` is not a
-    rank.
+    **Raises** StateError on all ranks if a tensor was changed without ``writeback``; StateError on
+    each rank that has added, removed or otherwise replaced a parameter, which all must do alike;
+    ConfigError at once if ``source`` is not a rank.
     """
     engine, params = _params_of(targets)
     in_model = isinstance(targets[0], nn.Module)

@@ -46,7 +46,7 @@ class DataAccess:
 class FullParameter(nn.Parameter):
     """A full parameter, in modules while they run; autograd's leaf."""
 
-    _access: DataAccess | None = None  # of a parameter in modules; copies have none
+    _access: DataAccess | None = None  # of a parameter in modules, not of copies
 
     @property
     def data(self) -> torch.Tensor:
@@ -77,7 +77,7 @@ class FullParameter(nn.Parameter):
         return made
 
 
-FullParameter.__name__ = nn.Parameter.__name__  # what messages and readers know it as
+FullParameter.__name__ = nn.Parameter.__name__  # as messages call it
 
 
 def make_full(view: torch.Tensor, requires_grad: bool, access: DataAccess) -> nn.Parameter:

@@ -230,7 +230,7 @@ class EngineOfUnits(Protocol):
         """Tell whether a forward pass is running."""
 
     def note_assigned(self, param: "ShardedParam", shared: Shared | None) -> None:
-        """Note what was assigned to ``p.data``, until the next forward pass."""
+        """Note an assignment to ``p.data``, until the next forward pass."""
 
     def watch_grad(self, unit: "Unit", leaf: torch.Tensor) -> None:
         """Install a callback for when autograd has written a full parameter's gradient."""
