@@ -11,7 +11,7 @@ from torch import nn
 import shardwise
 from oracle import assert_same_bits
 from ranks import on_ranks
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, ShardError
 from shardwise.interop.fsdp2 import fully_shard
 from shardwise.step.probe import traits_of
 
@@ -85,6 +85,69 @@ class Dealt(Stepped):
                 params[mine].grad.mul_(2)
             value = torch.ones(4)
             dist.all_gather([torch.empty(4) for _ in range(dist.get_world_size())], value)
+
+
+class Restoring(torch.optim.Optimizer):
+    """Puts a function in place of a method of the optimizer inside, as SAM of heavyball does.
+
+    The function writes the parameters as they were before they were moved.
+    """
+
+    def __init__(self, params):
+        params = list(params)
+        self.inside = Loading(params)
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        moved = [(p, p.detach().clone()) for group in self.param_groups for p in group["params"]]
+        for p, _ in moved:
+            p.add_(p.grad)
+
+        def load():
+            for p, before in moved:
+                p.grad.add_(p - before)
+                p.copy_(before)
+
+        self.inside.load = load
+        self.inside.step()
+        del self.inside.load
+
+
+class Loading(Stepped):
+    """Calls a method before it steps; the name of a collective makes it tried out."""
+
+    def load(self):
+        pass
+
+    def all_of(self, params, group):
+        self.load()
+        if len(params) > 100:
+            dist.all_gather([], params[0])
+
+
+class Unknown(Stepped):
+    """Names a collective, and has a table by parameter, which tensors of other sizes do not fit."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.sums = {p: torch.zeros_like(p) for p in self.param_groups[0]["params"]}
+
+    def one(self, p, state, group):
+        if group["scale"] != 1.0:
+            dist.all_gather([], p.grad)
+        self.sums[p] += p.grad
+        p.add_(self.sums[p], alpha=-group["lr"])
+
+
+class Thresholded(Stepped):
+    """Scales a step by a number that it keeps, as RACS does."""
+
+    def one(self, p, state, group):
+        whole = p.grad.reshape(-1)
+        norm = torch.linalg.vector_norm(whole)
+        p.add_(p.grad, alpha=-group["lr"] * state.get("norm", 1.0))
+        state["norm"] = norm
 
 
 def make_model():
@@ -164,3 +227,57 @@ def test_probe_leaves_generators_options_and_attributes_as_they_were(rank, num_r
         assert torch.equal(states[2], torch.get_rng_state())
         assert (optimizer.num_steps, optimizer.param_groups[0]["scale"]) == (0, 1.0)
         assert not optimizer.state
+
+
+@on_ranks(2, 3)
+def test_probe_does_not_call_what_stands_in_place_of_a_method(rank, num_ranks):
+    plain = make_model()
+    train(plain, Restoring)
+    for layout in ("rows", "flat", "matrices"):
+        sharded = shardwise.shard(make_model(), layout=layout, units=[])
+        train(sharded, Restoring)
+        for ours, theirs in zip(whole(sharded).values(), whole(plain).values(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@on_ranks(2)
+def test_class_that_names_collectives_and_cannot_be_tried_is_not_taken_apart(rank, num_ranks):
+    model = shardwise.shard(make_model(), layout="matrices", units=[])
+    optimizer = Unknown(model.parameters())
+    assert not traits_of(optimizer, (optimizer,), {}).is_separable
+
+
+@on_ranks(1, 2, 3)
+def test_number_of_a_step_may_be_kept_for_a_parameter_without_dims(rank, num_ranks):
+    plain, sharded = Scalar(), shardwise.shard(Scalar(), units=[])
+    train(plain, Thresholded)
+    train(sharded, lambda params: shardwise.optim.gathering(Thresholded(params)))
+    for ours, theirs in zip(whole(sharded).values(), whole(plain).values(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+class Scalar(nn.Module):
+    """A layer, and a parameter without dims."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(5, 3)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x):
+        return self.linear(x) * self.scale
+
+
+@on_ranks(2, 3)
+def test_muon_of_torch_over_a_row_under_fully_shard_is_refused_before_any_change(rank, num_ranks):
+    model = nn.Sequential(nn.Linear(5, 6, bias=False), nn.Linear(6, 1, bias=False))
+    fully_shard(model)
+    before = whole(model)
+    optimizer = torch.optim.Muon(model.parameters(), lr=0.1)
+    model(torch.randn(4, 5)).square().mean().backward()
+    with pytest.raises(ShardError, match=r"Muon asks for T .* Use shardwise.optim.gathering\(Muon"):
+        optimizer.step()
+    assert_same_bits(whole(model), before)
+    shardwise.optim.gathering(optimizer).step()
+    assert not torch.equal(whole(model)["1.weight"], before["1.weight"])

@@ -26,6 +26,7 @@ from typing import Any, TypeGuard
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
@@ -35,9 +36,8 @@ from shardwise.errors import ConfigError
 from shardwise.step.local_step import Args, Kwargs, optimizer_like
 from shardwise.step.shared_draws import GeneratorStates
 from shardwise.tensor.plain_state import owner_of, owning_rank
-from shardwise.tensor.replaced import params_of
+from shardwise.tensor.replaced import TRAITS, params_of
 
-_TRAITS = "_shardwise_traits"  # on an optimizer that was probed
 _STEPS = 4
 _MEMBERS = 4  # stand-ins for the parameters of one group and number of dims
 _SIZES = (8, 64)  # longest dim of stand-ins; the next if a class fails with the first
@@ -63,9 +63,9 @@ def traits_of(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> Traits:
     **Cost** a few steps of tensors of at most 8 elements per dim, once for an optimizer.
     """
     held = [len(group["params"]) for group in optimizer.param_groups]
-    known: tuple[list[int], Traits] | None = vars(optimizer).get(_TRAITS)
+    known: tuple[list[int], Traits] | None = vars(optimizer).get(TRAITS)
     if known is None or known[0] != held:
-        known = vars(optimizer)[_TRAITS] = held, _probe(optimizer, args, kwargs)
+        known = vars(optimizer)[TRAITS] = held, _probe(optimizer, args, kwargs)
     return known[1]
 
 
@@ -158,7 +158,9 @@ def _probe(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> Traits:
                 _LOG.debug("shardwise: %s with small tensors: %r", type(optimizer).__name__, error)
     finally:
         generators.restore()
-    return Traits()
+    # What a class that names collectives does alone is not known, if its small copy fails.
+    kind: Any = type(optimizer)
+    return Traits(is_separable=not may_call_collectives(kind))
 
 
 def _compare(trial: _Trial, generators: _Generators) -> Traits:
@@ -245,7 +247,11 @@ class _Trial:
     def _copy(self, stand_ins: dict[int, torch.Tensor]) -> Optimizer:
         """Return a copy of the optimizer with stand-ins, its own attributes, and no state."""
         memo: dict[int, Any] = {id(self._params[n][1]): each for n, each in stand_ins.items()}
-        return self._copy_of(self._optimizer, memo)
+        copied = self._copy_of(self._optimizer, memo)
+        if any(isinstance(value, DTensor) for value in memo.values()):
+            # What it raises with stand-ins beside it could differ by rank.
+            raise ConfigError("it holds sharded tensors other than its parameters and state")
+        return copied
 
     def _copy_of(self, optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
         groups = memo.get(id(optimizer.param_groups))
@@ -265,6 +271,8 @@ class _Trial:
                 vars(copied)[name] = OrderedDict()
             elif isinstance(value, Optimizer):
                 vars(copied)[name] = memo.get(id(value)) or self._copy_of(value, memo)
+            elif callable(value) and hasattr(type(optimizer), name):
+                del vars(copied)[name]  # put in place of a method, it may write parameters
             elif name not in ("param_groups", "state") and not callable(value):
                 vars(copied)[name] = _copied(value, memo)
         return copied

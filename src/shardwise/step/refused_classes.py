@@ -1,6 +1,7 @@
-"""Optimizer classes whose own code for DTensors is wrong, refused before their first step.
+"""Optimizer classes that no slice of a parameter is right for, refused before their first step.
 
-Such a class is wrong with torch's FSDP2, too, and nothing that it asks of a tensor shows it. The
+Nothing that such a class asks of a tensor shows it; those whose own code for DTensors is wrong are
+wrong with torch's FSDP2, too. The
 versions are those that were tried; an entry leaves when `make soak CAMPAIGN=optimizers` is right
 without it.
 """
@@ -8,6 +9,7 @@ without it.
 from __future__ import annotations
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -17,14 +19,31 @@ from shardwise.errors import ShardError
 from shardwise.tensor.plain_state import owner_of
 from shardwise.tensor.replaced import params_of
 
+_DDP = "torch.nn.parallel.DistributedDataParallel"
 _CHECKED = "_shardwise_class_checked"  # on an optimizer that was looked up
-_WRONG = {
-    ("heavyball", "Scion"): (
+
+
+class _Refused(NamedTuple):
+    """Why a class is refused, with the version that was tried, and what it runs with."""
+
+    why: str
+    runs_with: str = _DDP
+    is_right_whole: bool = False  # where every rank has all of every parameter
+
+
+_REFUSED = {
+    ("heavyball", "Scion"): _Refused(
         "its first step initialises a gathered copy of each parameter, and drops the copy "
         "(heavyball 3.2.1)"
     ),
-    ("heavyball", "SUDSAdamW"): (
+    ("heavyball", "SUDSAdamW"): _Refused(
         "its update of a gathered tensor has another shape than the tensor (heavyball 3.2.1)"
+    ),
+    ("pytorch_optimizer", "DASH"): _Refused(
+        "it compares the address of a parameter with that of its matrix, and a slice has no "
+        "matrix (pytorch_optimizer 4.1.0)",
+        runs_with="shard(stage=0)",
+        is_right_whole=True,
     ),
 }
 
@@ -39,12 +58,13 @@ def _check(optimizer: Optimizer, *_: object) -> None:
     if torch.compiler.is_compiling() or _CHECKED in vars(optimizer):
         return
     kind = type(optimizer)
-    why = _WRONG.get((kind.__module__.partition(".")[0], kind.__name__))
-    params = params_of(optimizer)
-    if why is not None and any(owner_of(param) is not None for param in params):
-        raise ShardError(
-            f"{kind.__name__} over sharded parameters: {why}. Use it with "
-            "torch.nn.parallel.DistributedDataParallel, or another optimizer: docs/how-to/"
-            "optimizers.md has a table"
-        )
+    refused = _REFUSED.get((kind.__module__.partition(".")[0], kind.__name__))
+    owners = [owner for param in params_of(optimizer) if (owner := owner_of(param)) is not None]
+    if refused is not None and owners:
+        are_whole = all(owner.cut.is_replicated for owner in owners)
+        if not (refused.is_right_whole and are_whole):
+            raise ShardError(
+                f"{kind.__name__} over sharded parameters: {refused.why}. Use it with "
+                f"{refused.runs_with}, or another optimizer: docs/how-to/optimizers.md has a table"
+            )
     vars(optimizer)[_CHECKED] = True

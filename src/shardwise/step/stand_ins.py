@@ -13,6 +13,7 @@ optimizers key their own tables by it.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from functools import cache
@@ -60,9 +61,9 @@ def _prepare(optimizer: Optimizer, *_: object) -> None:
     """Make the last hook before a step create the copy, and the first hook after it hand back."""
     if torch.compiler.is_compiling() or is_elementwise(optimizer):
         return
-    if GATHERS not in vars(optimizer) and _keeps_dtensors(type(optimizer)):
-        return
     params = params_of(optimizer)
+    if GATHERS not in vars(optimizer) and _keeps_dtensors(type(optimizer), params):
+        return
     if hasattr(optimizer, "optimizers") or not any(_is_stood_for(param) for param in params):
         return
     if _STAND_INS not in vars(optimizer):
@@ -73,11 +74,19 @@ def _prepare(optimizer: Optimizer, *_: object) -> None:
     after.move_to_end(vars(optimizer)[_STAND_INS].hook, last=False)
 
 
-def _keeps_dtensors(kind: type[Optimizer]) -> bool:
-    package = kind.__module__.partition(".")[0]
+def _keeps_dtensors(kind: type[Optimizer], params: list[torch.Tensor]) -> bool:
     if kind is torch.optim.Muon:
-        return True
+        # torch raises in the middle of the step if a matrix has fewer rows than there are ranks.
+        return all(param.shape[0] >= _num_slices(param) for param in params if param.ndim)
+    package = kind.__module__.partition(".")[0]
     return package in _KEEP_DTENSORS and _KEEP_DTENSORS[package] in (None, kind.__name__)
+
+
+def _num_slices(param: torch.Tensor) -> int:
+    if not isinstance(param, DTensor):
+        return 1
+    sizes = zip(param.placements, param.device_mesh.shape, strict=True)
+    return math.prod(size for placement, size in sizes if placement.is_shard(0))
 
 
 def _is_stood_for(param: torch.Tensor) -> bool:

@@ -355,6 +355,9 @@ def _run_lists(call: Operation) -> object:
     return leads if name.endswith("_") else result
 
 
+_NUMBERS = ("alpha", "value")  # arguments that torch takes as numbers, or as tensors of no dims
+
+
 def _run_local(call: Operation) -> object:
     """Run an elementwise function on the local tensors; wrap new results."""
     shards, args, kwargs = call.shards, call.args, call.kwargs
@@ -373,6 +376,9 @@ def _run_local(call: Operation) -> object:
         inputs = [*args, *(value for key, value in kwargs.items() if key != "out")]
         shapes = [value.shape for value in inputs if isinstance(value, torch.Tensor)]
         _check_out(call, torch.broadcast_shapes(*shapes))
+    if any(isinstance(kwargs.get(key), ShardTensorBase) for key in _NUMBERS):
+        whole = {key: _full(value) if key in _NUMBERS else value for key, value in kwargs.items()}
+        call = Operation(call.func, call.name, args, whole)
     result = call.run(lambda value: _operand(value, cut, call.name))
     if isinstance(args[0], ShardTensorBase) and result is args[0]._local_tensor:
         return args[0]

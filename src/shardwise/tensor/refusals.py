@@ -6,7 +6,7 @@ from types import FrameType
 import torch
 
 from shardwise.errors import ShardError
-from shardwise.tensor.replaced import params_of, running_optimizer
+from shardwise.tensor.replaced import TRAITS, params_of, running_optimizer
 from shardwise.tensor.tensor_base import ShardTensorBase, is_replicated
 
 
@@ -82,5 +82,7 @@ def _steps_only_matrices(optimizer: torch.optim.Optimizer) -> bool:
     """Tell whether an owner of each matrix could take the step, and none has one yet."""
     params = params_of(optimizer)
     has_owners = any(isinstance(p, ShardTensorBase) and p._cut.owner is not None for p in params)
+    probed = vars(optimizer).get(TRAITS)
     is_joint = isinstance(optimizer, torch.optim.LBFGS)  # it makes one vector of all
+    is_joint |= probed is not None and not probed[1].is_separable
     return not is_joint and not has_owners and all(param.dim() == 2 for param in params)

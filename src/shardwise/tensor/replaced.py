@@ -21,6 +21,8 @@ from shardwise.errors import StateError
 
 _GRAD: Any = torch.Tensor.grad
 
+TRAITS = "_shardwise_traits"  # on an optimizer that was probed, see `step.probe`
+
 
 def running_optimizer() -> torch.optim.Optimizer | None:
     """Return the innermost optimizer whose method is running; for messages."""
