@@ -4,9 +4,11 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import parametrize, prune
 
+import shardwise
 from ranks import on_ranks
 from shardwise import Precision, fully_shard, gathered, shard
 from shardwise.errors import ShardError, StateError
@@ -126,6 +128,62 @@ def test_fully_shard_warns_once_of_a_write_in_forward(write):
     with pytest.warns(UserWarning, match=r"'0\.code' was written or replaced"):
         model(torch.ones(2, 4)).sum().backward()
     model(torch.ones(2, 4)).sum().backward()
+
+
+# -- what no version shows
+class Unseen(nn.Linear):
+    """Writes its weight through an array, on one rank, or not at all."""
+
+    writes = "never"
+
+    def forward(self, x):
+        if self.writes == "always" or (self.writes == "on rank 1" and dist.get_rank() == 1):
+            self.weight.detach().numpy()[0] += 1.0
+        if self.writes == "known":
+            self.weight.data[0] += 1.0
+        return super().forward(x)
+
+
+SHARDINGS = {
+    "stage 0": lambda model: shard(model, stage=0),
+    "stage 2": lambda model: shard(model, stage=2),
+    "stage 3": lambda model: shard(model, stage=3),
+    "fully_shard": fully_shard,
+}
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+@pytest.mark.filterwarnings("ignore:.*a NumPy array was made")
+@on_ranks(1, 3)
+def test_writes_that_no_version_shows_are_found_by_their_values(world_size, sharding):
+    model = SHARDINGS[sharding](nn.Sequential(Unseen(4, 4), nn.Linear(4, 4)))
+    with shardwise.check.writes(model):
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+        with torch.no_grad():
+            model(torch.ones(2, 4))
+    model[0].writes = "always" if world_size == 1 else "on rank 1"
+    where = "rank 0" if world_size == 1 else "rank 1"
+    with (
+        pytest.raises(ShardError, match=rf"no version shows it: '0\.weight' on {where}\."),
+        shardwise.check.writes(model),
+    ):
+        model(torch.ones(2, 4)).sum().backward()
+    model(torch.ones(2, 4)).sum().backward()  # outside nobody looks
+
+
+@on_ranks(2)
+def test_check_of_writes_passes_writes_that_are_kept_and_those_inside_gathered():
+    model = shard(nn.Sequential(Unseen(4, 4), nn.Linear(4, 4)), stage=2)
+    model[0].weight.requires_grad_(False)
+    model[0].writes = "known"
+    before = model[0].weight.full_tensor().clone()
+    with shardwise.check.writes(model):
+        model(torch.ones(2, 4)).sum().backward()
+        with gathered(model, writeback=True):
+            model[1].weight.detach().numpy()[:] = 2.0
+    assert torch.equal(model[0].weight.full_tensor()[0], before[0] + 1.0)
+    assert model[1].weight.full_tensor().eq(2.0).all()
 
 
 # -- inside gathered

@@ -10,10 +10,13 @@ frozen parameter in its place is kept if the shards lie in the full parameter; a
 """
 
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
+
+from shardwise.tensor.inner import plain_parts
 
 _DATA: Any = torch.Tensor.data
 _NEW_PARAMETER = nn.Parameter.__new__.__code__
@@ -98,6 +101,45 @@ def data_of(leaf: nn.Parameter) -> torch.Tensor:
     """Return a full parameter's data, without a note."""
     made: torch.Tensor = _DATA.__get__(leaf)
     return made
+
+
+class ValueWatch:
+    """Compares the values of full parameters before and after a call, for `check.writes`.
+
+    It finds writes that change no version: through NumPy, DLPack, addresses, kernels of others.
+    **Cost** a copy of the full parameters of the units in their calls.
+    """
+
+    def __init__(self) -> None:
+        self.found: dict[str, None] = {}  # names of parameters that were written, in order
+        self._values: dict[int, list[torch.Tensor]] = {}  # by the id of the full parameter
+
+    def begin(self, fulls: Iterable[nn.Parameter]) -> None:
+        """Copy the values of full parameters that are about to be used."""
+        for full in fulls:
+            self._values[id(full)] = [part.clone() for part in _parts_of(full)]
+
+    def end(self, fulls: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Compare full parameters, given with their names, that nobody is known to have written."""
+        for name, full in fulls:
+            before = self._values.get(id(full))
+            if before is not None and not all(map(_is_same, before, _parts_of(full))):
+                self.found[name] = None
+        self._values.clear()
+
+    def forget(self) -> None:
+        """Do not compare what was copied; the caller may write."""
+        self._values.clear()
+
+
+def _parts_of(full: nn.Parameter) -> list[torch.Tensor]:
+    return list(plain_parts(data_of(full)).values())
+
+
+def _is_same(values: torch.Tensor, others: torch.Tensor) -> bool:
+    """Tell whether two tensors have the same bits, those of NaN included."""
+    mine, theirs = (each.contiguous().reshape(-1).view(torch.uint8) for each in (values, others))
+    return torch.equal(mine, theirs)
 
 
 _LEFT = "_shardwise_left_context"  # on a full parameter of `gathered`: its name

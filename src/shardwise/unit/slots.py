@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from shardwise.errors import ShardError, StateError
-from shardwise.unit.full_parameter import DataAccess
+from shardwise.unit.full_parameter import DataAccess, ValueWatch
 
 if TYPE_CHECKING:
     from shardwise.unit.param import ShardedParam
@@ -30,6 +30,7 @@ class Slots:
         self._versions: list[int] = []
         self._written: list[str] = []  # while shown
         self.access = DataAccess()
+        self.watch: ValueWatch | None = None
 
     def add(self, param: "ShardedParam") -> None:
         """Take the places of a parameter, and put its sharded form there."""
@@ -73,6 +74,8 @@ class Slots:
         for (params, attribute, _), full in zip(self._places, fulls, strict=True):
             params[attribute] = full
         self._fulls, self._versions = fulls, versions
+        if self.watch is not None:
+            self.watch.begin(fulls)
 
     def _check_versions(self, fulls: list[nn.Parameter], versions: list[int]) -> None:
         """Raise ShardError if a full parameter was written between two calls."""
@@ -97,10 +100,13 @@ class Slots:
         if self._depth:
             return []
         lost: list[str] = []
+        known: set[int] = set()  # the ids of full parameters that are known to be written
         places = zip(self._places, self._fulls, self._versions, strict=True)
         for (params, attribute, param), full, version in places:
             found = params.get(attribute)
             params[attribute] = param.sharded
+            if found is not full or full._version != version:
+                known.add(id(full))
             if found is not full and full is param.full:
                 lost += self._keep(param, found, in_place=False)
             elif full._version != version:
@@ -110,9 +116,14 @@ class Slots:
             written = self.access.take_written()
             for _, _, param in self._places:
                 if id(param.full) in written:
+                    known.add(id(param.full))
                     lost += self._keep(param, param.full, in_place=written[id(param.full)])
         if lost:
             self._versions = [full._version for full in self._fulls]
+        if self.watch is not None:
+            names = [param.name for _, _, param in self._places]
+            fulls = zip(names, self._fulls, strict=True)
+            self.watch.end((name, full) for name, full in fulls if id(full) not in known)
         return lost
 
     @staticmethod
@@ -138,6 +149,8 @@ class Slots:
         if not self._is_shown:
             self.bind()
             self._is_shown = True
+            if self.watch is not None:
+                self.watch.forget()
 
     def hide(self) -> None:
         """End `show`; the sharded parameters take over ``requires_grad`` of the full ones."""

@@ -257,6 +257,8 @@ class Unit:
                 param.put(param.full)
             self._versions = [param.full._version for param in self.params]
             self.slots.access.take_written()
+        if self.slots.watch is not None:
+            self.slots.watch.begin(param.full for param in self.params)
         for storage in self.storages:
             inside = [param for param in self.params if param.rests_in(storage)]
             have_separate = all(param.encoding.puts_together for param in inside)
@@ -273,6 +275,8 @@ class Unit:
             self.finish_unshard()
         if self.gather.state is not ParamState.FULL:
             return
+        if self.settings.stands_while_full:
+            self._warn_of_writes()
         if self.gather.nearby is not None and not self.gather.apart.gathers:
             self.gather.nearby.leave(self.storages, self._local_versions)
         for storage in self.storages:
@@ -280,7 +284,6 @@ class Unit:
         self._enter(ParamState.SHARDED)
         self.gather.apart.free()
         if self.settings.stands_while_full:
-            self._warn_of_writes()
             for param in self.params:
                 param.put(param.sharded)
                 param.encoding.free()
@@ -302,10 +305,14 @@ class Unit:
         """Warn once of full parameters that were written in the modules, as FSDP2 does not."""
         written = self.slots.access.take_written()
         versions, self._versions = self._versions, []
+        same: list[tuple[str, nn.Parameter]] = []
         for param, version in zip(self.params, versions, strict=False):
             stands = param.uses[0].module._parameters.get(param.uses[0].attribute)
             is_same = stands is param.full and id(param.full) not in written
-            if (is_same and param.full._version == version) or self._has_warned:
+            if is_same and param.full._version == version:
+                same.append((param.name, param.full))
+                continue
+            if self._has_warned:
                 continue
             self._has_warned = True
             warnings.warn(
@@ -314,6 +321,8 @@ class Unit:
                 "fully_shard. Change the sharded parameter between steps, or make it a buffer",
                 stacklevel=2,
             )
+        if self.slots.watch is not None:
+            self.slots.watch.end(same)
 
     @property
     def is_fresh(self) -> bool:
