@@ -18,10 +18,24 @@ import torch
 from shardwise.errors import ShardError
 from shardwise.tensor.draws import same_draws
 from shardwise.tensor.operations import DRAWS, FACTS
+from shardwise.tensor.replaced import running_optimizer
 from shardwise.tensor.tensor_base import Operation, ShardTensorBase
 
 _PROPERTIES_OF_ELEMENTS = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 _HANDLES = frozenset({"data_ptr", "storage", "untyped_storage", "_typed_storage", "__dlpack__"})
+
+
+def _refused_handle(name: str) -> ShardError:
+    """Return the error of a call that would give the memory of a view away."""
+    lost = f"{name} of a view of a sharded tensor: writes to its memory would be lost"
+    optimizer = running_optimizer()
+    if optimizer is None:
+        return ShardError(f"{lost}. Use full_tensor() to read, and p.copy_(full) to write")
+    kind = type(optimizer).__name__
+    return ShardError(
+        f"{kind} asks for {lost}. Use shard(stage=0), where it runs as it is, or another "
+        "optimizer: docs/how-to/optimizers.md has a table"
+    )
 
 
 class GatheredCopy:
@@ -93,10 +107,7 @@ class WholeView(torch.Tensor):
         if call.name in FACTS:
             return call.run(_plain_in)
         if call.name in _HANDLES:
-            raise ShardError(
-                f"{call.name} of a view of a sharded tensor: writes to its memory would be lost. "
-                "Use full_tensor() to read, and p.copy_(full) to write"
-            )
+            raise _refused_handle(call.name)
         return cls._run(call)
 
     @classmethod
