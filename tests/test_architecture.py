@@ -36,7 +36,7 @@ BUDGETS = {
     "step": 1750,
     "optim": 920,
     "parallel": 1920,
-    "check": 600,
+    "check": 640,
     "hangs": 810,
     "plan": 6460,
     "bench": 560,
