@@ -31,7 +31,7 @@ BUDGETS = {
     "unit": 2320,
     "engine": 2810,
     "codes": 340,
-    "surface": 960,
+    "surface": 1000,
     "offload": 1250,
     "step": 1750,
     "optim": 920,

@@ -275,6 +275,28 @@ def test_what_gathered_cannot_keep_is_refused_and_the_values_stay(stage):
         renewed(model)
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2, 3)
+def test_what_one_rank_alone_changes_in_gathered_is_refused_on_all(world_size, stage):
+    for change in (parametrized, pruned, renewed, removed, added, moved_away):
+        model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+        shard(model, stage=stage, units=[nn.Linear])
+        before = [p.full_tensor().clone() for p in model.parameters()]
+        with (
+            pytest.raises(StateError, match="changed the model differently: rank"),
+            gathered(model, writeback=True),
+        ):
+            if dist.get_rank() == world_size - 1:
+                change(model)
+        after = [p.full_tensor() for p in model.parameters()]
+        assert all(map(torch.equal, before, after)), change.__name__
+        train(model)
+    with gathered(model, writeback=True, source=0):
+        if dist.get_rank() == 0:
+            model[2].weight = nn.Parameter(torch.full_like(model[2].weight, 7.0))
+    assert model[2].weight.full_tensor().eq(7.0).all()
+
+
 # -- codes
 
 

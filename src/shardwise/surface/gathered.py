@@ -17,11 +17,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.comm.pending import CollectiveId
+from shardwise.engine.agreement import find_difference
 from shardwise.engine.api import engine_of
 from shardwise.engine.runtime import Engine
 from shardwise.errors import ConfigError, StateError
 from shardwise.layout.placements import local_of
-from shardwise.surface.moved import Moves, find_moves, names_of, restore_names
+from shardwise.surface.moved import ModuleBefore, Moves, find_moves
 from shardwise.tensor.inner import gather_whole, has_own_gather, inner_of, plain_parts
 from shardwise.tensor.plain_state import owner_of
 from shardwise.unit.full_parameter import leave_context
@@ -57,8 +58,8 @@ def gathered(
     new place and name. With ``writeback`` a new parameter of the same shape and dtype in the place
     of an old one gives it its values.
 
-    **Raises** StateError on all ranks if a tensor was changed without ``writeback``; StateError on
-    each rank that has added, removed or otherwise replaced a parameter, which all must do alike;
+    **Raises** StateError on all ranks if a tensor was changed without ``writeback``, or if
+    parameters were added, removed or moved otherwise than can be kept, or not on all ranks alike;
     ConfigError at once if ``source`` is not a rank.
     """
     engine, params = _params_of(targets)
@@ -78,15 +79,20 @@ def gathered(
         _put(params, fulls)
     moves = Moves()
     root = engine.units[0].module
-    names = names_of(root) if in_model else []
+    before = [ModuleBefore.read(module) for module in root.modules()] if in_model else []
+    has_ended = False
     try:
         with engine.conditions.suspended() if in_model else nullcontext():
             yield targets[0] if in_model else fulls
+        has_ended = True
     finally:
         if in_model:
             moves = find_moves(root, params, fulls)
+            if has_ended:
+                _compare_moves(engine, moves, source)
             if moves.refused:
-                restore_names(names)
+                for each in before:
+                    each.restore()
             else:
                 moves.keep()
             _put(params, [s.sharded for s in params])
@@ -98,7 +104,14 @@ def gathered(
     fulls = [moves.values.get(id(full), full) for full in fulls]
     if writeback:
         _write_back(engine, params, fulls, source)
-        return
+    else:
+        _take_gradients(engine, params, fulls, versions)
+
+
+def _take_gradients(
+    engine: Engine, params: list[ShardedParam], fulls: list[nn.Parameter], versions: list[int]
+) -> None:
+    """Reduce gradients that full parameters have on any rank; refuse changes, on all ranks."""
     triples = zip(params, fulls, versions, strict=True)
     changed = [full._version != v or _differs(param, full) for param, full, v in triples]
     has_grad = [full.grad is not None for full in fulls]
@@ -109,6 +122,14 @@ def gathered(
     _refuse_changes(params, anywhere[: len(params)])
     if any(anywhere[len(params) :]):
         _reduce(engine, params, fulls, anywhere[len(params) :])
+
+
+def _compare_moves(engine: Engine, moves: Moves, source: int | None) -> None:
+    """Refuse moves that ranks have not made alike; ``source`` may replace values alone."""
+    facts = moves.facts(with_values=source is None)
+    difference = find_difference(engine.comm.control, facts, "the end of gathered()")
+    if difference is not None:
+        moves.refused.insert(0, f"ranks have changed the model differently: {difference}")
 
 
 class _Way:

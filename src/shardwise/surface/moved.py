@@ -7,8 +7,11 @@ dtype in all places of an old one gives it its values. Everything else would los
 parameter that no rank sums, and is refused.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,6 +31,14 @@ class Moves:
     uses: list[tuple[ShardedParam, tuple[ParamUse, ...]]] = field(default_factory=list)
     values: dict[int, nn.Parameter] = field(default_factory=dict)  # by id of the old full one
     refused: list[str] = field(default_factory=list)
+    replaced: list[str] = field(default_factory=list)  # names of those in ``values``
+
+    def facts(self, *, with_values: bool) -> list[str]:
+        """Return lines of text that are equal on ranks that changed the model alike."""
+        lines = [f"'{param.name}' as '{uses[0].name}'" for param, uses in self.uses]
+        if with_values:
+            lines += [f"'{name}' replaced" for name in self.replaced]
+        return [*self.refused, *lines] or ["no change"]
 
     def check(self, may_write: bool) -> None:
         """Raise StateError for changes that cannot be kept, the same on all ranks."""
@@ -71,6 +82,7 @@ def find_moves(
         new = [others.get(place) for place in before]
         if not uses and _is_replacement(new, full):
             moves.values[id(full)] = next(found for _, found in filter(None, new))
+            moves.replaced.append(param.name)
             for place in before:
                 others.pop(place)
         elif not uses:
@@ -86,20 +98,44 @@ def find_moves(
     return moves
 
 
-def names_of(root: nn.Module) -> list[tuple[nn.Module, list[str]]]:
-    """Return the names of each module's parameters, in order."""
-    return [(module, list(module._parameters)) for module in root.modules()]
+@dataclass(frozen=True)
+class ModuleBefore:
+    """What libraries change in a module beside its parameters' values, as it was."""
+
+    module: nn.Module
+    kind: type[nn.Module]
+    parameters: list[str]
+    modules: dict[str, nn.Module | None]
+    buffers: dict[str, torch.Tensor | None]
+    hooks: dict[int, Any]
+
+    @classmethod
+    def read(cls, module: nn.Module) -> ModuleBefore:
+        """Return the present state of a module."""
+        return cls(
+            module,
+            type(module),
+            list(module._parameters),
+            dict(module._modules),
+            dict(module._buffers),
+            dict(module._forward_pre_hooks),
+        )
+
+    def restore(self) -> None:
+        """Give the module what it had; its sharded parameters are put there afterwards."""
+        module, found = self.module, dict(self.module._parameters)
+        module.__class__ = self.kind  # a parametrization makes another
+        for name in self.parameters:
+            vars(module).pop(name, None)  # pruning puts a plain tensor there
+        _refill(module._parameters, {name: found.get(name) for name in self.parameters})
+        _refill(module._modules, self.modules)
+        _refill(module._buffers, self.buffers)
+        _refill(module._forward_pre_hooks, self.hooks)
 
 
-def restore_names(before: list[tuple[nn.Module, list[str]]]) -> None:
-    """Give modules their parameters' names of before, in that order; others are dropped.
-
-    The sharded parameters are put there afterwards.
-    """
-    for module, names in before:
-        found = dict(module._parameters)
-        module._parameters.clear()
-        module._parameters.update((name, found.get(name)) for name in names)
+def _refill(held: Any, before: Any) -> None:
+    held.clear()
+    held.update(before)
 
 
 def _all_uses(root: nn.Module) -> Iterator[tuple[ParamUse, nn.Parameter]]:
