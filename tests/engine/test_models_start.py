@@ -8,7 +8,7 @@ from models import Stack, stack_roundings
 from oracle import assert_same_bits
 from ranks import on_ranks, run_ranks
 from roundings import assert_all_rounded_alike, assert_rounded_alike
-from shardwise import shard
+from shardwise import fully_shard, gathered, shard
 from shardwise.config import Units
 from shardwise.errors import ConfigError, ShardwiseError
 from trainer import LAYOUTS, full_grads, full_parameters, mean_square, sgd, sharded_by_block
@@ -219,3 +219,12 @@ def test_float8_parameters_have_rank_zeros_values(rank):
         whole = model.weight.full_tensor()
         assert whole.dtype is torch.float8_e4m3fn and whole.float().unique().tolist() == [1.0]
         assert model.mask.tolist() == [0, 0, 0]
+
+
+@on_ranks(1, 3)
+def test_float8_parameters_of_fully_shard_run_and_are_read_inside_gathered(rank):
+    model = fully_shard(Float8(rank=0))
+    assert torch.equal(model(torch.ones(1, 5)), torch.full((1, 3), 5.0))
+    with gathered(model):  # full_tensor() is torch's, which gloo does not know float8 for
+        assert model.weight.dtype is torch.float8_e4m3fn
+        assert model.weight.float().unique().tolist() == [1.0]
