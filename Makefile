@@ -12,7 +12,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+TORCH ?= 2.13.0
+PINS := $(VENV)/constraints.txt
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c $(PINS)
 
 # Empty files that say what is installed; they go stale when the dependencies change.
 RUN_STAMP := $(VENV)/.installed-run
@@ -29,8 +31,12 @@ $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "shardwise needs Python 3.11+")'
 	$(PYTHON) -m venv $(VENV)
 
-$(RUN_STAMP): pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP) torch==2.13.0
+# With TORCH=... another torch beside the same versions of all else.
+$(PINS): constraints.txt | $(BIN)/python
+	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $@
+
+$(RUN_STAMP): pyproject.toml $(PINS)
+	$(PIP) torch==$(TORCH)
 	$(PIP) -e .
 	@touch $@
 
@@ -57,7 +63,7 @@ test-kernels: $(DEV_STAMP)
 
 # Ray is large, and slow to start: it is installed for the test of its example alone.
 test-ray: $(DEV_STAMP)
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[ray]'
+	$(PIP) -e '.[ray]'
 	@$(BIN)/python -m pytest tests/test_ray.py
 
 # Twenty of the trials of `make soak CAMPAIGN=restart`.

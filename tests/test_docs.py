@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
+import yaml
 
 import programs
 import shardwise
@@ -32,7 +33,7 @@ from shardwise.stages import STAGES, Stage
 from shardwise.train.config import TrainConfig
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -399,6 +400,22 @@ def test_the_version_is_the_same_in_each_file():
     package = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.M)
     newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.M)
     assert {m and m[1] for m in (citation, package, newest)} == {shardwise.__version__}
+
+
+def test_the_workflow_calls_targets_of_make_on_the_versions_that_the_pages_promise():
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "checks.yml").read_text())
+    makefile = (ROOT / "Makefile").read_text()
+    steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
+    commands = [step["run"].split()[:2] for step in steps if "run" in step]
+    assert {make for make, _ in commands} == {"make"}
+    assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for _, target in commands)
+    rows = workflow["jobs"]["test"]["strategy"]["matrix"]["include"]
+    pinned = re.search(r"^torch==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert {row["python"] for row in rows if row["torch"] == pinned[1]} == {"3.11", "3.12", "3.13"}
+    oldest = re.search(r"torch: (\d+\.\d+) and newer", (ROOT / "docs/contributing.md").read_text())[
+        1
+    ]
+    assert min(rows, key=lambda row: row["torch"])["torch"].startswith(f"{oldest}.")
 
 
 def test_the_readme_is_short():

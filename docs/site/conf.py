@@ -27,7 +27,15 @@ LANGUAGES = {".py": "python", ".yaml": "yaml", ".json": "json", ".toml": "toml"}
 project = "Shardwise"
 extensions = ["myst_parser"]
 root_doc = "docs/index"
-include_patterns = ["README.md", "CHANGELOG.md", "docs/**.md", "labs/README.md", "labs/**/page.md"]
+include_patterns = [
+    "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "docs/**.md",
+    "labs/README.md",
+    "labs/**/page.md",
+]
 suppress_warnings = ["misc.highlighting_failure"]
 myst_heading_anchors = 4
 
