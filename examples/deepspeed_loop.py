@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # before a group exists: its defaults would keep it
+import torch.distributed.nn.functional  # imported after init, it keeps the group alive
 import torch.nn.functional as F
 from torch import nn
 
@@ -65,7 +65,7 @@ def main() -> None:
     device = local_device(dist.get_node_local_rank())
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     train(device)
-    gc.collect()  # hooks form cycles that hold the group
+    gc.collect()  # the model's cycles would keep gloo's threads: exit may abort
     dist.destroy_process_group()
 
 

@@ -71,7 +71,7 @@ def main() -> None:
         sent = shardwise.debug.stats(model).sent_bytes["ep.all_to_all"] // STEPS
         print(report, f"sent {sent:,} bytes of tokens a step", sep="\n")
     del model, optimizer
-    gc.collect()  # hooks form cycles that hold the group
+    gc.collect()  # the model's cycles would keep gloo's threads: exit may abort
     dist.destroy_process_group()
 
 

@@ -13,7 +13,6 @@ import gc
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # before a group exists: its defaults would keep it
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -67,7 +66,7 @@ def main() -> None:
         sent = shardwise.debug.stats(model).sent_bytes
         print(f"a rank has {part.shape[1]} of {LENGTH} tokens, and sent", sent)
     del model, context, optimizer
-    gc.collect()  # hooks form cycles that hold the group
+    gc.collect()  # the model's cycles would keep gloo's threads: exit may abort
     dist.destroy_process_group()
 
 

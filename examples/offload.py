@@ -54,7 +54,7 @@ def main() -> None:
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     in_memory, offloaded = train(device, None), train(device, place)
     print("the same losses:", in_memory == offloaded)
-    gc.collect()  # hooks form cycles that hold the group
+    gc.collect()  # the model's cycles would keep gloo's threads: exit may abort
     dist.destroy_process_group()
 
 

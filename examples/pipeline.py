@@ -71,7 +71,7 @@ def main() -> None:
         shardwise.load(FOLDER, whole := make_model())
         print(f"in one process  loss {loss_fn(whole(tokens.cpu()), tokens.cpu()).item():.2f}")
     del part, stage, schedule, optimizer
-    gc.collect()  # hooks form cycles that hold the group
+    gc.collect()  # the model's cycles would keep gloo's threads: exit may abort
     dist.destroy_process_group()
 
 

@@ -71,7 +71,7 @@ def main() -> None:
         if rank == 0 and (step == 1 or step % 5 == 0):
             print(f"step {step:3d}  loss {loss.item():.2f}")
     del model, optimizer
-    gc.collect()  # hooks form cycles that hold the group
+    gc.collect()  # the model's cycles would keep gloo's threads: exit may abort
     dist.destroy_process_group()
 
 

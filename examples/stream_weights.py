@@ -71,7 +71,7 @@ def main() -> None:
     mesh = DeviceMesh("cpu", list(range(generator)))  # every rank makes it
     generate() if dist.get_rank() == generator else train(mesh, generator)
     dist.barrier()
-    gc.collect()  # hooks form cycles that hold the group
+    gc.collect()  # the model's cycles would keep gloo's threads: exit may abort
     dist.destroy_process_group()
 
 

@@ -10,7 +10,7 @@ import gc
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # before a group exists: its defaults would keep it
+import torch.distributed.nn.functional  # imported after init, it keeps the group alive
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -71,7 +71,7 @@ def main() -> None:
     device = local_device(dist.get_node_local_rank())
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     train(stage, device)
-    gc.collect()  # hooks form cycles that hold the group
+    gc.collect()  # the model's cycles would keep gloo's threads: exit may abort
     dist.destroy_process_group()
 
 

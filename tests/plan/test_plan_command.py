@@ -308,3 +308,24 @@ def test_a_written_plan_trains_and_its_state_is_predicted_to_the_byte(tmp_path):
     measured = [row["state_bytes"] for row in map(json.loads, steps) if "state_bytes" in row]
     assert measured
     assert set(measured) == {predicted}
+
+
+@pytest.mark.parametrize("what", [["llama-3-8b"], ["--params", "8e9"]])
+def test_assumed_ranks_are_said_first_with_their_flag(capsys, what):
+    run_plan(what)
+    assert words(capsys).startswith("assumed: 8 ranks, as none are given; --ranks sets them")
+    run_plan([*what, "--json"])
+    assert json.loads(capsys.readouterr().out)["assumptions"][0].startswith("assumed: 8 ranks")
+    run_plan([*what, "--ranks", "8"])
+    assert "as none are given" not in words(capsys)
+
+
+def test_ranks_of_a_file_are_not_assumed(tiny, capsys):
+    run_plan([str(tiny)])
+    assert "as none are given" not in words(capsys)
+
+
+def test_the_root_unit_has_a_plain_name(capsys):
+    run_plan(["llama-3-8b", "--ranks", "8"])
+    out = words(capsys)
+    assert "in (root)" in out and "((root))" not in out

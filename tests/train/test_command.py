@@ -18,7 +18,7 @@ from commands import run_alone
 from programs import is_running, run_program, start_program
 from ranks import HANG_S
 from resumes import lines_of
-from shardwise.cli.train import read_place
+from shardwise.cli.train import _shorten_warmup, read_place, read_run
 from shardwise.errors import ConfigError
 from shardwise.train.launch import RankPlace, StopRequest
 
@@ -152,3 +152,31 @@ def test_only_a_rank_that_has_a_launcher_cares_who_its_parent_is():
     assert not StopRequest().requested
     assert not StopRequest(os.getppid()).requested
     assert StopRequest(os.getpid()).requested
+
+
+@pytest.mark.parametrize("steps", [2, "2"])
+def test_steps_below_the_warmup_of_a_file_shorten_it(tmp_path, steps):
+    file = tmp_path / "run.yaml"
+    file.write_text("steps: 50\nwarmup_steps: 20\n")
+    flags, line = _shorten_warmup(file, {"steps": steps})
+    config, _ = read_run(file, flags, None)
+    assert (config.steps, config.warmup_steps) == (2, 2)
+    assert line == f"warmup_steps: 20 in {file}, shortened to 2, as --steps says\n"
+    assert _shorten_warmup(file, {"steps": 20}) == ({"steps": 20}, "")
+
+
+@pytest.mark.parametrize(
+    ("text", "flags"),
+    [
+        ("steps: 5\nwarmup_steps: 6\n", {}),
+        ("steps: 5\nwarmup_steps: 6\n", {"steps": 2}),
+        ("steps: 50\nwarmup_steps: 20\n", {"steps": 2, "warmup_steps": 3}),
+    ],
+)
+def test_a_warmup_longer_than_its_own_run_is_refused(tmp_path, text, flags):
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    flags, line = _shorten_warmup(file, flags)
+    with pytest.raises(ConfigError, match="warmup_steps: expected at most steps"):
+        read_run(file, flags, None)
+    assert not line

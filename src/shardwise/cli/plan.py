@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -65,8 +65,40 @@ def _account(model: str | None, request: PlanRequest) -> int:
         reduce_every=request.reduce_every,
     )
     view = partial(accounting_view, found)
-    print_found(partial(accounting_facts, found), view, request.json_)
+    assumed = _assumed_ranks(found.ranks) if request.ranks is None else None
+    _print_assumed(partial(accounting_facts, found), view, request.json_, assumed)
     return 0
+
+
+def _assumed_ranks(ranks: int) -> str:
+    return (
+        f"assumed: {ranks:,} rank{'s' if ranks > 1 else ''}, as none are given; --ranks sets them"
+    )
+
+
+def _print_assumed(
+    facts: Callable[[], Mapping[str, object]],
+    view: Callable[[], RenderableType],
+    as_json: bool,
+    assumed: str | None,
+) -> None:
+    """Print facts or their view, with an assumption first."""
+    from rich.console import Group
+    from rich.text import Text
+
+    def facts_with() -> Mapping[str, object]:
+        found = facts()
+        others = found.get("assumptions", ())
+        assert isinstance(others, list | tuple)
+        return {**found, "assumptions": [assumed, *others]}
+
+    def view_with() -> RenderableType:
+        return Group(Text(assumed or ""), view())
+
+    if assumed is None:
+        print_found(facts, view, as_json)
+    else:
+        print_found(facts_with, view_with, as_json)
 
 
 def accounting_view(chosen: Accounting) -> RenderableType:
@@ -144,5 +176,7 @@ def _plan_model(name: str | None, request: PlanRequest) -> int:
         facts, view = partial(plan_facts, made), partial(plan_view, made)
     if request.write is not None and winner is not None and setup.config is not None:
         write_file("write", request.write, planned_yaml(winner, setup.config))
-    print_found(facts, view, request.json_)
+    assumes = setup.request.ranks is None and not setup.request.calibration
+    assumed = _assumed_ranks(cluster.num_ranks) if assumes else None
+    _print_assumed(facts, view, request.json_, assumed)
     return 0 if fits else _NOTHING_FITS

@@ -230,7 +230,7 @@ def _memory_table(plan: Plan) -> RenderableType:
     shown = [(name, unit.write(num), more) for name, num, more in rows if num]
     phase = f"in {peak.phase} of {plan.unit_name(peak.unit)}"
     others = ", ".join(
-        f"{m.phase} {format_bytes(m.ledger.total)} ({plan.unit_name(m.unit)})"
+        f"{m.phase} {format_bytes(m.ledger.total)} in {plan.unit_name(m.unit)}"
         for m in plan.played.peaks
         if m.phase != peak.phase
     )

@@ -51,9 +51,13 @@ def train(context: typer.Context, file: Path | None, flags: dict[str, object]) -
     stop = StopRequest.of_process(has_launcher) if place is not None else None
     try:
         with told_by_one_rank(place):
+            flags, shortened = _shorten_warmup(file, flags)
             config, report = read_run(file, flags, place)
             num_ranks = place.world_size if place is not None else config.ranks or 1
-            if report is not None and (place.rank == 0 if place is not None else num_ranks == 1):
+            is_first = place.rank == 0 if place is not None else num_ranks == 1
+            if is_first and shortened:
+                terminal.say(shortened)
+            if is_first and report is not None:
                 show_report(report)
             if place is None:
                 check_run(config, num_ranks)
@@ -140,6 +144,25 @@ def read_run(
         return flag_of(name) if name in flags else str(file) if name in values else None
 
     return config, tell_sources(report, resolve_batch(config, num_ranks), source_of)
+
+
+def _shorten_warmup(file: Path | None, flags: dict[str, object]) -> tuple[dict[str, object], str]:
+    """Shorten the file's warm-up to a run that ``--steps`` makes shorter. Return a line about it.
+
+    A file whose own warm-up is longer than its run stays as it is, and is refused.
+    """
+    if file is None or "steps" not in flags or "warmup_steps" in flags:
+        return flags, ""
+    values = read_keys(file)
+    default = TrainConfig.model_fields["steps"].default
+    warmup, whole, steps = values.get("warmup_steps"), values.get("steps", default), flags["steps"]
+    text = str(steps)
+    if not (isinstance(warmup, int) and isinstance(whole, int) and text.isdecimal()):
+        return flags, ""  # `check_keys` raises
+    if not 0 < int(text) < warmup <= whole:
+        return flags, ""
+    line = f"warmup_steps: {warmup} in {file}, shortened to {text}, as --steps says\n"
+    return {**flags, "warmup_steps": int(text)}, line
 
 
 def _train(config: TrainConfig, place: RankPlace, stop: StopRequest) -> int:
