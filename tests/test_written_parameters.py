@@ -169,6 +169,15 @@ def test_writes_that_no_version_shows_are_found_by_their_values(world_size, shar
         shardwise.check.writes(model),
     ):
         model(torch.ones(2, 4)).sum().backward()
+    with (
+        pytest.raises(ShardError, match="no version shows it"),
+        shardwise.check.writes(model),
+    ):
+        model[0].writes = "never"
+        with shardwise.check.writes(model):
+            model(torch.ones(2, 4))
+        model[0].writes = "always"
+        model(torch.ones(2, 4))
     model(torch.ones(2, 4)).sum().backward()  # outside nobody looks
 
 
@@ -295,6 +304,78 @@ def test_what_one_rank_alone_changes_in_gathered_is_refused_on_all(world_size, s
         if dist.get_rank() == 0:
             model[2].weight = nn.Parameter(torch.full_like(model[2].weight, 7.0))
     assert model[2].weight.full_tensor().eq(7.0).all()
+
+
+def unparametrized(model):
+    parametrize.remove_parametrizations(model[0], "weight")
+    added(model)
+
+
+def parametrized_again(model):
+    parametrize.register_parametrization(model[0], "bias", Doubled())
+    added(model)
+
+
+def normed(model):
+    nn.utils.spectral_norm(model[2])
+    added(model)
+
+
+@pytest.mark.parametrize("change", [unparametrized, parametrized_again, normed])
+@on_ranks(2)
+def test_modules_are_as_before_where_a_change_in_gathered_is_refused(change):
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+    shard(model, stage=3, units=[nn.Linear])
+    with gathered(model, writeback=True):
+        parametrized(model)
+    with gathered(model):
+        before = copy.deepcopy(model.state_dict())
+        out = model(torch.ones(2, 6))
+    with pytest.raises(StateError, match="was added"), gathered(model, writeback=True):
+        change(model)
+    assert torch.equal(model(torch.ones(2, 6)), out)
+    with gathered(model):
+        torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
+@on_ranks(2)
+def test_an_exception_inside_gathered_leaves_model_and_values_as_they_were():
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+    shard(model, stage=3, units=[nn.Linear])
+    out = model(torch.ones(2, 6))
+    for change in (parametrized, pruned, renewed, added):
+        with pytest.raises(ValueError, match="inside"), gathered(model, writeback=True):
+            if change is not added or dist.get_rank() == 1:
+                change(model)
+            raise ValueError("inside")
+        assert torch.equal(model(torch.ones(2, 6)), out), change.__name__
+
+
+@on_ranks(2)
+def test_without_writeback_nothing_of_what_is_refused_is_kept():
+    def both(model):
+        parametrize.register_parametrization(model[2], "bias", Doubled(), unsafe=True)
+        renewed(model)
+
+    for source, change in ((None, both), (0, renewed)):
+        model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+        shard(model, stage=3, units=[nn.Linear])
+        out = model(torch.ones(2, 6))
+        with pytest.raises(StateError), gathered(model, source=source):
+            if source is None or dist.get_rank() == 1:
+                change(model)
+        assert torch.equal(model(torch.ones(2, 6)), out)
+
+
+@on_ranks(2)
+def test_a_second_name_given_inside_gathered_is_kept_as_a_tie():
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+    shard(model, stage=3, units=[nn.Linear])
+    with gathered(model):
+        model[0].alias = model[0].weight
+    assert model[0].alias is model[0].weight
+    train(model)
+    assert model[0].alias is model[0].weight
 
 
 # -- codes

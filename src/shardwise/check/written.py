@@ -35,6 +35,7 @@ def check_writes(model: Model) -> Iterator[None]:
     parts = Parts(model)
     parts.rest("check.writes()")
     watches = [(unit, ValueWatch()) for unit in parts.units]
+    outer = [unit.slots.watch for unit in parts.units]
     for unit, watch in watches:
         unit.slots.watch = watch
     try:
@@ -42,8 +43,8 @@ def check_writes(model: Model) -> Iterator[None]:
         for unit, _ in watches:
             unit.reshard()
     finally:
-        for unit, _ in watches:
-            unit.slots.watch = None
+        for unit, watch_before in zip(parts.units, outer, strict=True):
+            unit.slots.watch = watch_before
     found = "\n".join(name for _, watch in watches for name in watch.found)
     rows = exchange_any(parts.everyone, found.encode())
     ranks: dict[str, list[int]] = {}

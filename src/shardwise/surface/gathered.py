@@ -60,7 +60,8 @@ def gathered(
 
     **Raises** StateError on all ranks if a tensor was changed without ``writeback``, or if
     parameters were added, removed or moved otherwise than can be kept, or not on all ranks alike;
-    ConfigError at once if ``source`` is not a rank.
+    the modules are as before then, and after an exception inside. ConfigError at once if ``source``
+    is not a rank.
     """
     engine, params = _params_of(targets)
     in_model = isinstance(targets[0], nn.Module)
@@ -79,7 +80,7 @@ def gathered(
         _put(params, fulls)
     moves = Moves()
     root = engine.units[0].module
-    before = [ModuleBefore.read(module) for module in root.modules()] if in_model else []
+    before = [ModuleBefore(module) for module in root.modules()] if in_model else []
     has_ended = False
     try:
         with engine.conditions.suspended() if in_model else nullcontext():
@@ -87,20 +88,18 @@ def gathered(
         has_ended = True
     finally:
         if in_model:
-            moves = find_moves(root, params, fulls)
-            if has_ended:
-                _compare_moves(engine, moves, source)
-            if moves.refused:
-                for each in before:
-                    each.restore()
-            else:
-                moves.keep()
-            _put(params, [s.sharded for s in params])
-            for param, full in zip(params, fulls, strict=True):
-                leave_context(full, param.name)
+            moves = find_moves(root, params, fulls, may_replace=writeback)
+            may_differ = writeback and source is not None
+            keeps = False
+            try:
+                if has_ended:
+                    _compare_moves(engine, moves, with_values=not may_differ)
+                    keeps = not moves.refused
+            finally:
+                _leave_model(moves, before, params, fulls, keeps=keeps)
         for way in ways:
             way.is_inside = False
-    moves.check(may_write=writeback)
+    moves.check()
     fulls = [moves.values.get(id(full), full) for full in fulls]
     if writeback:
         _write_back(engine, params, fulls, source)
@@ -124,12 +123,31 @@ def _take_gradients(
         _reduce(engine, params, fulls, anywhere[len(params) :])
 
 
-def _compare_moves(engine: Engine, moves: Moves, source: int | None) -> None:
-    """Refuse moves that ranks have not made alike; ``source`` may replace values alone."""
-    facts = moves.facts(with_values=source is None)
+def _compare_moves(engine: Engine, moves: Moves, *, with_values: bool) -> None:
+    """Refuse moves that ranks have not made alike; one rank alone may replace values to send."""
+    facts = moves.facts(with_values=with_values)
     difference = find_difference(engine.comm.control, facts, "the end of gathered()")
     if difference is not None:
-        moves.refused.insert(0, f"ranks have changed the model differently: {difference}")
+        moves.refused[:] = [f"ranks have changed the model differently: {difference}"]
+
+
+def _leave_model(
+    moves: Moves,
+    before: list[ModuleBefore],
+    params: list[ShardedParam],
+    fulls: list[nn.Parameter],
+    *,
+    keeps: bool,
+) -> None:
+    """Put the sharded parameters into the model, at their new places or into modules of before."""
+    if keeps:
+        moves.keep()
+    else:
+        for each in before:
+            each.restore()
+    _put(params, [param.sharded for param in params])
+    for param, full in zip(params, fulls, strict=True):
+        leave_context(full, param.name)
 
 
 class _Way:

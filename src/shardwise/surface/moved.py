@@ -9,12 +9,13 @@ parameter that no rank sums, and is refused.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from shardwise.errors import StateError
 from shardwise.layout.units import ParamUse
@@ -40,16 +41,13 @@ class Moves:
             lines += [f"'{name}' replaced" for name in self.replaced]
         return [*self.refused, *lines] or ["no change"]
 
-    def check(self, may_write: bool) -> None:
-        """Raise StateError for changes that cannot be kept, the same on all ranks."""
-        refused = list(self.refused)
-        if self.values and not may_write:
-            refused.append("parameters were replaced without writeback=True")
-        if refused:
+    def check(self) -> None:
+        """Raise StateError for changes that cannot be kept, on all ranks."""
+        if self.refused:
             raise StateError(
-                f"gathered(): {'; '.join(refused[:3])}. The model has its parameters of before the "
-                "context again. Replace a parameter by one of the same shape and dtype, move it "
-                "inside its unit, or change the model before shard()"
+                f"gathered(): {'; '.join(self.refused[:3])}. The model has its parameters of "
+                "before the context again. Replace a parameter by one of the same shape and dtype, "
+                "move it inside its unit, or change the model before shard()"
             )
 
     def keep(self) -> None:
@@ -61,7 +59,11 @@ class Moves:
 
 
 def find_moves(
-    root: nn.Module, params: Sequence[ShardedParam], fulls: Sequence[nn.Parameter]
+    root: nn.Module,
+    params: Sequence[ShardedParam],
+    fulls: Sequence[nn.Parameter],
+    *,
+    may_replace: bool,
 ) -> Moves:
     """Compare the places of full parameters in the model with those of before the context."""
     by_id = {id(full): param for param, full in zip(params, fulls, strict=True)}
@@ -77,7 +79,7 @@ def find_moves(
     for param, full in zip(params, fulls, strict=True):
         uses = now[id(param)]
         before, places = _places(param.uses), _places(uses)
-        if before == places or _are_unchanged(param, full):
+        if before == places or (places <= before and _are_unchanged(param, full)):
             continue
         new = [others.get(place) for place in before]
         if not uses and _is_replacement(new, full):
@@ -95,47 +97,39 @@ def find_moves(
             moves.uses.append((param, tuple(uses)))
     added = (name for name, found in others.values() if found.requires_grad)
     moves.refused += [f"'{name}' was added, and no rank would sum its gradient" for name in added]
+    if moves.values and not may_replace:
+        moves.refused.append("parameters were replaced without writeback=True")
     return moves
 
 
-@dataclass(frozen=True)
+_CONTAINERS = [name for name, value in vars(nn.Module()).items() if isinstance(value, dict | set)]
+
+
 class ModuleBefore:
-    """What libraries change in a module beside its parameters' values, as it was."""
+    """A module's class, parameters' names, buffers, children and hooks, which libraries change."""
 
-    module: nn.Module
-    kind: type[nn.Module]
-    parameters: list[str]
-    modules: dict[str, nn.Module | None]
-    buffers: dict[str, torch.Tensor | None]
-    hooks: dict[int, Any]
-
-    @classmethod
-    def read(cls, module: nn.Module) -> ModuleBefore:
-        """Return the present state of a module."""
-        return cls(
-            module,
-            type(module),
-            list(module._parameters),
-            dict(module._modules),
-            dict(module._buffers),
-            dict(module._forward_pre_hooks),
-        )
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._kind = type(module)
+        # A parametrized module has a class of its own, with a property for each parameter.
+        self._members = dict(vars(self._kind)) if parametrize.is_parametrized(module) else None
+        self._contents = {name: copy.copy(vars(module)[name]) for name in _CONTAINERS}
 
     def restore(self) -> None:
         """Give the module what it had; its sharded parameters are put there afterwards."""
-        module, found = self.module, dict(self.module._parameters)
-        module.__class__ = self.kind  # a parametrization makes another
-        for name in self.parameters:
+        module, kind = self._module, self._kind
+        if self._members is not None:
+            for name in set(vars(kind)) - set(self._members):
+                delattr(kind, name)
+            for name in set(self._members) - set(vars(kind)):
+                setattr(kind, name, self._members[name])
+        module.__class__ = kind
+        for name in self._contents["_parameters"]:
             vars(module).pop(name, None)  # pruning puts a plain tensor there
-        _refill(module._parameters, {name: found.get(name) for name in self.parameters})
-        _refill(module._modules, self.modules)
-        _refill(module._buffers, self.buffers)
-        _refill(module._forward_pre_hooks, self.hooks)
-
-
-def _refill(held: Any, before: Any) -> None:
-    held.clear()
-    held.update(before)
+        for name, before in self._contents.items():
+            held = vars(module)[name]
+            held.clear()
+            held.update(before)
 
 
 def _all_uses(root: nn.Module) -> Iterator[tuple[ParamUse, nn.Parameter]]:
