@@ -224,6 +224,9 @@ def _run_rank(job: Job, rank: int, num_ranks: int, folder: Path, scratch: Path) 
         if not labs()[job.lab].starts_ranks:
             store = dist.FileStore(str(scratch / "store"), num_ranks)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+            # A rank that ends at once would break the connections that others still open.
+            store.set(f"connected {rank}", "")
+            store.wait([f"connected {other}" for other in range(num_ranks)])
         outcomes = [_judge(job, Path(file), rank, num_ranks, folder, scratch) for file in job.files]
         for outcome in outcomes:
             path = scratch / f"{Path(outcome.file).stem}.{rank}.json"
