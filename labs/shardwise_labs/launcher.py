@@ -59,6 +59,19 @@ def result(ended: list[Ended]) -> list[Any]:
     return [each.value for each in ended]
 
 
+def join_ranks(scratch: Path, rank: int, num_ranks: int, timeout: timedelta) -> None:
+    """Make the process group, and wait until all ranks are connected.
+
+    A rank that ends at once would break the connections that others still open.
+    """
+    import torch.distributed as dist
+
+    store = dist.FileStore(str(scratch / "store"), num_ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timeout)
+    store.set(f"connected {rank}", "")
+    store.wait([f"connected {other}" for other in range(num_ranks)], timeout)
+
+
 def _last_line(error: str) -> str:
     """Return the innermost line of the reader's file in a described exception."""
     lines = [line.strip() for line in error.splitlines() if line.startswith("  line ")]
@@ -68,14 +81,9 @@ def _last_line(error: str) -> str:
 def _run(
     rank: int, num_ranks: int, work: Callable[[int], object], scratch: Path, folder: Path
 ) -> None:
-    import torch.distributed as dist
-
     found: dict[str, object] = {}
     try:
-        store = dist.FileStore(str(scratch / "store"), num_ranks)
-        dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=20)
-        )
+        join_ranks(scratch, rank, num_ranks, timedelta(seconds=20))
         found["value"] = work(rank)
     except BaseException as error:
         found["error"] = describe(error, folder)

@@ -19,10 +19,12 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from shardwise_labs.course import FOLDER, TRAINERS, labs, without_marks
+from shardwise_labs.launcher import join_ranks
 
 STACKS_S = 3.0  # for a rank to write its stacks
 GRACE_S = 2.0  # for the other ranks once one has failed
@@ -216,17 +218,11 @@ def _found(
 
 
 def _run_rank(job: Job, rank: int, num_ranks: int, folder: Path, scratch: Path) -> None:
-    import torch.distributed as dist
-
     with open(scratch / f"{rank}.stacks", "w") as stacks:
         faulthandler.enable(file=stacks, all_threads=False)  # for crashes
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         if not labs()[job.lab].starts_ranks:
-            store = dist.FileStore(str(scratch / "store"), num_ranks)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
-            # A rank that ends at once would break the connections that others still open.
-            store.set(f"connected {rank}", "")
-            store.wait([f"connected {other}" for other in range(num_ranks)])
+            join_ranks(scratch, rank, num_ranks, timedelta(minutes=30))
         outcomes = [_judge(job, Path(file), rank, num_ranks, folder, scratch) for file in job.files]
         for outcome in outcomes:
             path = scratch / f"{Path(outcome.file).stem}.{rank}.json"
