@@ -171,14 +171,28 @@ def whole(model):
     return {n: getattr(p, "full_tensor", p.detach().clone)().detach() for n, p in params}
 
 
+def assert_same_but_for_rounding(sharded, plain):
+    for ours, theirs in zip(whole(sharded).values(), whole(plain).values(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def assert_steps_as_one_process(kind):
+    """Check the training with an optimizer in each layout."""
+    plain = make_model()
+    train(plain, kind)
+    for layout in ("rows", "flat", "matrices"):
+        sharded = shardwise.shard(make_model(), layout=layout, units=[])
+        train(sharded, kind)
+        assert_same_but_for_rounding(sharded, plain)
+
+
 @on_ranks(1, 2, 3)
 def test_optimizer_that_reads_all_parameters_steps_as_one_process_under_matrices(rank, num_ranks):
     for kind in (Whitened, Normed, Counted):
         plain, sharded = make_model(), shardwise.shard(make_model(), layout="matrices", units=[])
         train(plain, kind)
         optimizer = train(sharded, kind)
-        for ours, theirs in zip(whole(sharded).values(), whole(plain).values(), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+        assert_same_but_for_rounding(sharded, plain)
         if kind is Whitened:  # the state of a matrix is on its owner alone
             owned = [p for p in sharded.parameters() if p.ndim == 2 and p.to_local().numel()]
             assert sum(map(bool, optimizer.state.values())) == len(owned)
@@ -186,13 +200,7 @@ def test_optimizer_that_reads_all_parameters_steps_as_one_process_under_matrices
 
 @on_ranks(2)
 def test_draws_of_a_step_are_those_of_one_process_in_every_layout(rank, num_ranks):
-    plain = make_model()
-    train(plain, Noisy)
-    for layout in ("rows", "flat", "matrices"):
-        sharded = shardwise.shard(make_model(), layout=layout, units=[])
-        train(sharded, Noisy)
-        for ours, theirs in zip(whole(sharded).values(), whole(plain).values(), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    assert_steps_as_one_process(Noisy)
 
 
 @on_ranks(2)
@@ -231,13 +239,7 @@ def test_probe_leaves_generators_options_and_attributes_as_they_were(rank, num_r
 
 @on_ranks(2, 3)
 def test_probe_does_not_call_what_stands_in_place_of_a_method(rank, num_ranks):
-    plain = make_model()
-    train(plain, Restoring)
-    for layout in ("rows", "flat", "matrices"):
-        sharded = shardwise.shard(make_model(), layout=layout, units=[])
-        train(sharded, Restoring)
-        for ours, theirs in zip(whole(sharded).values(), whole(plain).values(), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    assert_steps_as_one_process(Restoring)
 
 
 @on_ranks(2)
@@ -252,8 +254,7 @@ def test_number_of_a_step_may_be_kept_for_a_parameter_without_dims(rank, num_ran
     plain, sharded = Scalar(), shardwise.shard(Scalar(), units=[])
     train(plain, Thresholded)
     train(sharded, lambda params: shardwise.optim.gathering(Thresholded(params)))
-    for ours, theirs in zip(whole(sharded).values(), whole(plain).values(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    assert_same_but_for_rounding(sharded, plain)
 
 
 class Scalar(nn.Module):
