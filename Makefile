@@ -12,7 +12,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-TORCH ?= 2.13.0
+TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 PINS := $(VENV)/constraints.txt
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c $(PINS)
 
