@@ -14,12 +14,12 @@ from shardwise.unit.full_parameter import ValueWatch
 
 @contextmanager
 def check_writes(model: Model) -> Iterator[None]:
-    """Check that calls inside write no full parameter in secret; every rank enters and leaves it.
+    """Check by their values that calls write no full parameter; every rank enters and leaves.
 
-    Layers see full parameters, which are copies of the shards. A write by PyTorch is kept or
-    refused without this check, see `docs/limits.md`. Writes through NumPy or DLPack arrays made
-    before the call, through addresses (``data_ptr``) and by kernels of other libraries change
-    nothing that can be seen without reading the values. Run a step or an evaluation inside, once.
+    Layers see full parameters, which are copies of the shards. A write by PyTorch changes a
+    tensor's version, and is kept or refused without this check, see `docs/limits.md`. Writes
+    through NumPy or DLPack arrays, through addresses (``data_ptr``) and by kernels of other
+    libraries do not change it. Run one step or one evaluation inside.
 
     **State** none after the context. A write is not undone.
 
@@ -27,7 +27,7 @@ def check_writes(model: Model) -> Iterator[None]:
     one exchange at the end.
 
     **Raises** ShardError at the end, the same on all ranks, with the parameters and the ranks that
-    have written them. Nothing is raised beside another error.
+    have written them. After an exception inside, nothing is compared.
 
         with shardwise.check.writes(model):
             model(batch).sum().backward()

@@ -158,7 +158,7 @@ def _probe(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> Traits:
                 _LOG.debug("shardwise: %s with small tensors: %r", type(optimizer).__name__, error)
     finally:
         generators.restore()
-    # What a class that names collectives does alone is not known, if its small copy fails.
+    # The small copy fails, so a class that names collectives may step parameters together.
     kind: Any = type(optimizer)
     return Traits(is_separable=not may_call_collectives(kind))
 
@@ -249,7 +249,7 @@ class _Trial:
         memo: dict[int, Any] = {id(self._params[n][1]): each for n, each in stand_ins.items()}
         copied = self._copy_of(self._optimizer, memo)
         if any(isinstance(value, DTensor) for value in memo.values()):
-            # What it raises with stand-ins beside it could differ by rank.
+            # Operations on them with stand-ins could raise on some ranks and not on others.
             raise ConfigError("it holds sharded tensors other than its parameters and state")
         return copied
 

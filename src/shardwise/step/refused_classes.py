@@ -1,4 +1,4 @@
-"""Optimizer classes that no slice of a parameter is right for, refused before their first step.
+"""Optimizer classes that step slices of parameters wrongly, refused before their first step.
 
 Nothing that such a class asks of a tensor shows it; those whose own code for DTensors is wrong are
 wrong with torch's FSDP2, too. The
@@ -24,7 +24,7 @@ _CHECKED = "_shardwise_class_checked"  # on an optimizer that was looked up
 
 
 class _Refused(NamedTuple):
-    """Why a class is refused, with the version that was tried, and what it runs with."""
+    """The reason to refuse a class, with the version that was tried, and a right setting."""
 
     why: str
     runs_with: str = _DDP

@@ -23,7 +23,13 @@ from shardwise.engine.runtime import Engine
 from shardwise.errors import ConfigError, StateError
 from shardwise.layout.placements import local_of
 from shardwise.surface.moved import ModuleBefore, Moves, find_moves
-from shardwise.tensor.inner import gather_whole, has_own_gather, inner_of, plain_parts
+from shardwise.tensor.inner import (
+    gather_whole,
+    has_own_gather,
+    has_same_bits,
+    inner_of,
+    plain_parts,
+)
 from shardwise.tensor.plain_state import owner_of
 from shardwise.unit.full_parameter import leave_context
 from shardwise.unit.param import ShardedParam
@@ -59,9 +65,9 @@ def gathered(
     of an old one gives it its values.
 
     **Raises** StateError on all ranks if a tensor was changed without ``writeback``, or if
-    parameters were added, removed or moved otherwise than can be kept, or not on all ranks alike;
-    the modules are as before then, and after an exception inside. ConfigError at once if ``source``
-    is not a rank.
+    the ranks made different changes, or added, removed or moved a parameter in a way that cannot be
+    kept. The modules then have their state of before the context, as after an exception inside it.
+    ConfigError at once if ``source`` is not a rank.
     """
     engine, params = _params_of(targets)
     in_model = isinstance(targets[0], nn.Module)
@@ -100,7 +106,7 @@ def gathered(
         for way in ways:
             way.is_inside = False
     moves.check()
-    fulls = [moves.values.get(id(full), full) for full in fulls]
+    fulls = [moves.values.get(s.name, full) for s, full in zip(params, fulls, strict=True)]
     if writeback:
         _write_back(engine, params, fulls, source)
     else:
@@ -124,7 +130,7 @@ def _take_gradients(
 
 
 def _compare_moves(engine: Engine, moves: Moves, *, with_values: bool) -> None:
-    """Refuse moves that ranks have not made alike; one rank alone may replace values to send."""
+    """Refuse moves that differ between ranks. ``with_values``: compare replaced parameters too."""
     facts = moves.facts(with_values=with_values)
     difference = find_difference(engine.comm.control, facts, "the end of gathered()")
     if difference is not None:
@@ -199,10 +205,7 @@ def _differs(param: ShardedParam, full: nn.Parameter) -> bool:
     """Tell whether this rank's elements changed: writes to ``.data`` do not change the version."""
     if full.shape != param.cut.shape or full.dtype != param.sharded.dtype:
         return True
-    return not all(
-        torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (here, value)))
-        for here, value in _compared(param, full)
-    )
+    return not all(has_same_bits(here, value) for here, value in _compared(param, full))
 
 
 def _compared(

@@ -27,18 +27,17 @@ Place = tuple[int, str]  # id of a module, attribute
 
 @dataclass
 class Moves:
-    """The changes of one context: new uses, new full values, and what is refused."""
+    """The changes of one context: new uses, new full values, and the reasons to refuse."""
 
     uses: list[tuple[ShardedParam, tuple[ParamUse, ...]]] = field(default_factory=list)
-    values: dict[int, nn.Parameter] = field(default_factory=dict)  # by id of the old full one
+    values: dict[str, nn.Parameter] = field(default_factory=dict)  # by the parameter's name
     refused: list[str] = field(default_factory=list)
-    replaced: list[str] = field(default_factory=list)  # names of those in ``values``
 
     def facts(self, *, with_values: bool) -> list[str]:
-        """Return lines of text that are equal on ranks that changed the model alike."""
+        """Return the changes as lines of text, equal on ranks that made the same changes."""
         lines = [f"'{param.name}' as '{uses[0].name}'" for param, uses in self.uses]
         if with_values:
-            lines += [f"'{name}' replaced" for name in self.replaced]
+            lines += [f"'{name}' replaced" for name in self.values]
         return [*self.refused, *lines] or ["no change"]
 
     def check(self) -> None:
@@ -83,8 +82,7 @@ def find_moves(
             continue
         new = [others.get(place) for place in before]
         if not uses and _is_replacement(new, full):
-            moves.values[id(full)] = next(found for _, found in filter(None, new))
-            moves.replaced.append(param.name)
+            moves.values[param.name] = next(found for _, found in filter(None, new))
             for place in before:
                 others.pop(place)
         elif not uses:
@@ -111,12 +109,12 @@ class ModuleBefore:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._kind = type(module)
-        # A parametrized module has a class of its own, with a property for each parameter.
+        # torch makes a class for each parametrized module, with a property for each parameter.
         self._members = dict(vars(self._kind)) if parametrize.is_parametrized(module) else None
         self._contents = {name: copy.copy(vars(module)[name]) for name in _CONTAINERS}
 
     def restore(self) -> None:
-        """Give the module what it had; its sharded parameters are put there afterwards."""
+        """Undo the changes of the context; the caller puts the sharded parameters back."""
         module, kind = self._module, self._kind
         if self._members is not None:
             for name in set(vars(kind)) - set(self._members):

@@ -75,6 +75,11 @@ def refuse_opaque(local: torch.Tensor, name: str) -> None:
         )
 
 
+def has_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Tell whether two plain tensors have the same bits, those of NaN included."""
+    return torch.equal(*(each.contiguous().view(-1).view(torch.uint8) for each in (one, other)))
+
+
 def plain_parts(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the plain tensors inside a tensor by suffix; "" if there is one, of the same shape.
 

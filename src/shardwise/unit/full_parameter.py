@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.tensor.inner import plain_parts
+from shardwise.tensor.inner import has_same_bits, plain_parts
 
 _DATA: Any = torch.Tensor.data
 _NEW_PARAMETER = nn.Parameter.__new__.__code__
@@ -120,26 +120,20 @@ class ValueWatch:
             self._values[id(full)] = [part.clone() for part in _parts_of(full)]
 
     def end(self, fulls: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """Compare full parameters, given with their names, that nobody is known to have written."""
+        """Compare full parameters, given with their names; leave out those with a known write."""
         for name, full in fulls:
             before = self._values.get(id(full))
-            if before is not None and not all(map(_is_same, before, _parts_of(full))):
+            if before is not None and not all(map(has_same_bits, before, _parts_of(full))):
                 self.found[name] = None
         self._values.clear()
 
     def forget(self) -> None:
-        """Do not compare what was copied; the caller may write."""
+        """Drop the copies: the caller may write from now on."""
         self._values.clear()
 
 
 def _parts_of(full: nn.Parameter) -> list[torch.Tensor]:
     return list(plain_parts(data_of(full)).values())
-
-
-def _is_same(values: torch.Tensor, others: torch.Tensor) -> bool:
-    """Tell whether two tensors have the same bits, those of NaN included."""
-    mine, theirs = (each.contiguous().reshape(-1).view(torch.uint8) for each in (values, others))
-    return torch.equal(mine, theirs)
 
 
 _LEFT = "_shardwise_left_context"  # on a full parameter of `gathered`: its name

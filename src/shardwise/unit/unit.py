@@ -302,7 +302,10 @@ class Unit:
         )
 
     def _warn_of_writes(self) -> None:
-        """Warn once of full parameters that were written in the modules, as FSDP2 does not."""
+        """Warn once of full parameters that were written in the modules, as FSDP2 does not.
+
+        `check.writes` compares the others.
+        """
         written = self.slots.access.take_written()
         versions, self._versions = self._versions, []
         same: list[tuple[str, nn.Parameter]] = []
