@@ -39,6 +39,7 @@ processes are gone, and nothing else is in it. A folder whose processes cannot b
 another container) stays.
 """
 
+import fcntl
 import json
 import os
 import re
@@ -167,21 +168,30 @@ class MemoryTier:
     def _make_folder(self) -> os.stat_result:
         """Make the folder, which no other user may read; return its status."""
         self._files.make_folders(self.folder.parent.parent)
-        for path in (self.folder.parent, self.folder):
-            with suppress(FileExistsError):
-                os.mkdir(path, 0o700)
-            found = os.lstat(path)
-            is_folder, is_own = stat.S_ISDIR(found.st_mode), found.st_uid == os.getuid()
-            if path == self.folder and is_own and not is_folder:  # inside our own folder
-                self._keep_aside(path)
-                return self._make_folder()
-            if path == self.folder and is_own and stat.S_IMODE(found.st_mode) != 0o700:
-                os.chmod(path, 0o700)
-            elif not is_folder or not is_own or stat.S_IMODE(found.st_mode) & 0o077:
-                raise CheckpointError(
-                    f"{path} is no folder that only this user may read and write; remove it, or "
-                    "pass memory_folder="
-                )
+        self._make_private(self.folder.parent)
+        parent = os.open(self.folder.parent, os.O_RDONLY)
+        try:
+            fcntl.flock(parent, fcntl.LOCK_EX)  # by one rank of the host after the other
+            return self._make_private(self.folder)
+        finally:
+            os.close(parent)
+
+    def _make_private(self, path: Path) -> os.stat_result:
+        """Make one folder, after moving anything else from the place of the copies' folder."""
+        with suppress(FileExistsError):
+            os.mkdir(path, 0o700)
+        found = os.lstat(path)
+        is_folder, is_own = stat.S_ISDIR(found.st_mode), found.st_uid == os.getuid()
+        if path == self.folder and is_own and not is_folder:  # inside our own folder
+            self._keep_aside(path)
+            return self._make_private(path)
+        if path == self.folder and is_own and stat.S_IMODE(found.st_mode) != 0o700:
+            os.chmod(path, 0o700)
+        elif not is_folder or not is_own or stat.S_IMODE(found.st_mode) & 0o077:
+            raise CheckpointError(
+                f"{path} is no folder that only this user may read and write; remove it, or pass "
+                "memory_folder="
+            )
         return found
 
     def _take_lock(self) -> None:
