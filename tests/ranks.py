@@ -463,6 +463,9 @@ def _serve(
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=world_size, timeout=timeout
         )
+        # A rank that ends at once would break the connections that others still open.
+        store.set(f"connected {rank}", "")
+        store.wait([f"connected {other}" for other in range(world_size)], timeout)
     except Exception as error:
         pipe.send_bytes(_failure(error))
         return
