@@ -76,6 +76,7 @@ def run_program(program, *arguments, num_ranks=None, cwd=None, launches=False):
                 if process.exitcode is not None:
                     codes.append(process.exitcode)
         out, err = (Path(folder, name).read_text() for name in ("out", "err"))
+    codes += [process.exitcode for process in processes]  # one may end between two looks
     code = next(filter(None, codes), 0)
     return subprocess.CompletedProcess(argv, code, out, err)
 

@@ -47,6 +47,14 @@ def error_of(calls):
     return str(caught.value)
 
 
+def stay_until_all_raised(rank, world_size, folder):
+    """Wait for the errors of the others: they name a rank otherwise once it has ended."""
+    Path(folder, f"raised-{rank}").touch()
+    end = time.monotonic() + LIMIT_S
+    while len(list(Path(folder).glob("raised-*"))) < world_size and time.monotonic() < end:
+        time.sleep(0.05)
+
+
 def run_layers(model, *layers):
     for which in layers:
         model(torch.ones(2, 4), which).sum().backward()
@@ -66,6 +74,7 @@ def choose_different_layers(rank, world_size, how, widths, folder):
     begun = time.monotonic()
     text = error_of(lambda: run_layers(model, *3 * [int(rank == 0)]))
     assert time.monotonic() - begun < LIMIT_S
+    stay_until_all_raised(rank, world_size, folder)
     assert "start again from a checkpoint" in error_of(lambda: run_layers(model, 0))
     return text
 
@@ -89,7 +98,9 @@ def save_on_rank_0_only(rank, world_size, folder):
         for _ in range(2):
             model(torch.ones(2, 4)).sum().backward()
 
-    return error_of(save_and_train)
+    text = error_of(save_and_train)
+    stay_until_all_raised(rank, world_size, folder)
+    return text
 
 
 def test_a_save_on_one_rank_while_the_others_train_is_named_with_its_line(ended):
@@ -113,7 +124,9 @@ def log_on_rank_0_only(rank, world_size, folder):
                 log_norm(model)
             model(torch.ones(2, 4)).sum().backward()
 
-    return error_of(log_and_train)
+    text = error_of(log_and_train)
+    stay_until_all_raised(rank, world_size, folder)
+    return text
 
 
 def test_a_message_begins_with_each_ranks_call_its_line_and_the_line_that_called_the_helper(ended):
@@ -220,7 +233,9 @@ def one_replica_differs(rank, world_size, folder):
     """Rank 3 runs another layer than its shard group; the other replica does nothing wrong."""
     model = shard(Chosen((8, 8)), stage=3, units=[nn.Sequential], mesh=grid())
     run_layers(model, 1, 0)
-    return error_of(lambda: run_layers(model, *3 * [int(rank == 3)]))
+    text = error_of(lambda: run_layers(model, *3 * [int(rank == 3)]))
+    stay_until_all_raised(rank, world_size, folder)
+    return text
 
 
 def test_all_replicas_are_told_which_two_ranks_of_one_of_them_differ(ended):
