@@ -31,6 +31,7 @@ from shardwise.checkpoint.folder import (
     take_lock,
 )
 from shardwise.checkpoint.memory import ROOT, MemoryTier
+from shardwise.checkpoint.same_folder import check_one_folder
 from shardwise.checkpoint.save_load import (
     NOTHING,
     Load,
@@ -154,9 +155,7 @@ class Checkpoints:
                 raise ConfigError(f"{name}={value}: expected 1 or more, or None")
         if copies < 0:
             raise ConfigError(f"copies={copies}: expected the number of further hosts, 0 or more")
-        self.folder = checked_path(
-            folder, "Checkpoints"
-        )  # absolute, as the process may change its directory
+        self.folder = checked_path(folder, "Checkpoints")  # the process may change its directory
         self._files = files or Files()
         self._model, self._optimizer = model, optimizer
         self._keep = (keep_last, keep_every)
@@ -178,6 +177,7 @@ class Checkpoints:
         self._memory_every = memory_every or 0
         self._has_copied = False  # to memory
         try:
+            check_one_folder(self._files, self._control, self.folder, "Checkpoints()")
             counts = on_all_ranks(self._control, self._enter_folder)
             self._compare(memory_every or 0, copies)
             if memory_every is not None:
@@ -253,7 +253,8 @@ class Checkpoints:
             self._staging.reserve(items_to_write(table, self._control))
             return table
 
-        collect_on_all_ranks(self._model, self._optimizer, extra, hold)
+        target = self.folder, "Checkpoints.reserve()"
+        collect_on_all_ranks(self._model, self._optimizer, extra, target, hold)
 
     def save(
         self,
@@ -343,7 +344,9 @@ class Checkpoints:
             waited_s = time.perf_counter() - began_s
             began_s = time.perf_counter()
             with self._tracer.span("save", ""), naming(what):
-                table = collect_on_all_ranks(self._model, self._optimizer, extra, staged)
+                call = "copy_to_memory()" if in_memory else "save()"
+                target = self.folder / step_name(step), f"Checkpoints.{call}"
+                table = collect_on_all_ranks(self._model, self._optimizer, extra, target, staged)
             stall_s = time.perf_counter() - began_s
             self._saving = Saving(step, self._staging.num_bytes, waited_s, stall_s, in_memory)
             self._saving.start(lambda: write(table))
@@ -371,10 +374,11 @@ class Checkpoints:
         self.finish()
         with self._tracer.span("load", ""), naming(f"the load of {self.folder}"):
             only = None if step is None else self.folder / step_name(checked_step(step))
-            if step is not None:
-                on_all_ranks(self._control, lambda: self._refuse_newer(step))
             how = strict, cast, restore_generators, progress
             one = Load(self._files, self._model, self._optimizer, extra, *how)
+            one.compare_paths(self.folder, step)
+            if step is not None:
+                on_all_ranks(self._control, lambda: self._refuse_newer(step))
             found = self._memory.find() if self._memory is not None and step is None else ()
             loaded = one.run(self.folder, only, *found)
             if loaded is not None and self._memory is not None:

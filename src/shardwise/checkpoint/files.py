@@ -252,6 +252,15 @@ class Files:
         status = os.statvfs(path)
         return status.f_bavail * status.f_frsize
 
+    def locate(self, path: Path) -> tuple[int, int, str]:
+        """Return where a path leads: device and inode of its last folder that exists, the rest."""
+        real = Path(os.path.realpath(path))
+        for folder in (real, *real.parents):
+            with suppress(OSError):
+                status = os.stat(folder)
+                return status.st_dev, status.st_ino, str(real.relative_to(folder))
+        return 0, 0, str(real)
+
     def lock(self, path: Path, shared: bool = False) -> Lock | None:
         """Lock a file, made if missing; return None if another process holds it.
 

@@ -23,7 +23,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.checkpoint.all_ranks import ask_first_rank, collector_paused, on_all_ranks
+from shardwise.checkpoint.all_ranks import (
+    ask_first_rank,
+    collector_paused,
+    on_all_ranks,
+    rows_of_all_ranks,
+)
 from shardwise.checkpoint.assemble import assemble, drop_copies, items_to_write
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.folder import (
@@ -50,6 +55,13 @@ from shardwise.checkpoint.restore import (
     list_differences,
     places_of_plain,
     places_of_sharded,
+)
+from shardwise.checkpoint.same_folder import (
+    PATH_DIGEST_BYTES,
+    check_same_checkpoint,
+    path_digest,
+    paths_of_load,
+    refuse_other_folders,
 )
 from shardwise.checkpoint.state import Table, collect, module_states, persistent_buffers
 from shardwise.checkpoint.verify import MAX_LOOKS, too_fast
@@ -90,7 +102,8 @@ def save(
     **Cost** this rank's slices once to disk, synced; five exchanges of a few bytes.
 
     **Raises** CheckpointError on all ranks, with the rank, the file and the reason. Nothing is left
-    on disk then, and training can continue.
+    on disk then, and training can continue. ConfigError if the ranks' paths lead to different
+    folders.
     """
     files, target = Files(), checked_path(path, "save")
     if step is not None:
@@ -98,7 +111,8 @@ def save(
     parts = Parts(model)
     control = parts.everyone
     with naming(f"the save of {target}"), parts.comm.tracer.span("save"):
-        table, run = collect_on_all_ranks(model, optimizer, extra), new_run(control)
+        table = collect_on_all_ranks(model, optimizer, extra, (target, "save()"))
+        run = new_run(control)
         how = replace, progress, parts.comm.tracer
         written = write_table(files, control, target, table, run, step, *how)
     parts.origin = Origin(target, step, run, is_saved=True)
@@ -208,8 +222,9 @@ def load(
     **Cost** reads this rank's slices and at most two MiB beside each; no copy of the model.
 
     **Raises** CheckpointError on all ranks, before anything is changed, when the checkpoint does
-    not fit; DamagedCheckpoint, naming file and tensor, when its bytes are not those that were saved
-    (the model then refuses to run until a load succeeds).
+    not fit, or the ranks' paths lead to different ones; DamagedCheckpoint, naming file and tensor,
+    when its bytes are not those that were saved (the model then refuses to run until a load
+    succeeds).
     """
     files, folder = Files(), checked_path(path, "load")
     for each in modules_of(model):
@@ -217,6 +232,7 @@ def load(
     one = Load(files, model, optimizer, extra, strict, cast, restore_generators, progress)
     only = None if step is None else folder / step_name(checked_step(step))
     with naming(f"the load of {only or folder}"):
+        one.compare_paths(folder, step)
         if only is None and ask_first_rank(one.control, lambda: holds_checkpoint(files, folder)):
             only = folder
         loaded = one.run(folder, only)
@@ -250,16 +266,24 @@ def collect_on_all_ranks(
     model: Model,
     optimizer: Optimizer | None,
     extra: Mapping[str, object],
+    target: tuple[Path, str],
     then: Callable[[Table], Table] = lambda table: table,
 ) -> Table:
-    """Return ``then`` of this rank's state; a failure on one rank is raised on all."""
+    """Return ``then`` of this rank's state; a failure on one rank is raised on all.
+
+    ``target`` is the folder to save to, and the call; it must be the same folder on all ranks.
+    """
     engine = Parts(model)
-    device = engine.comm.device
+    device, control = engine.comm.device, engine.everyone
+    tables: list[Table] = []
 
-    def work() -> Table:
-        return then(drop_copies(collect(model, optimizer, extra, read_generators(device))))
+    def work() -> bytes:
+        tables.append(then(drop_copies(collect(model, optimizer, extra, read_generators(device)))))
+        return path_digest(target[0])
 
-    return on_all_ranks(engine.everyone, work)
+    digests = rows_of_all_ranks(control, work, PATH_DIGEST_BYTES)
+    refuse_other_folders(Files(), control, digests, *target)
+    return tables[0]
 
 
 def holds_checkpoint(files: Files, folder: Path) -> bool:
@@ -308,6 +332,7 @@ class Load:
         self._restores_generators = restore_generators
         self._engine = engine = _engine_of(model)
         self.taken: Chosen | None = None  # what was loaded
+        self._paths: Sequence[str] | None = None  # of all ranks, if they lead to several folders
         self._elsewhere = frozenset[str]()  # names of other pipeline stages
         self.control: Control = SoloControl()
         self._places: Sequence[Place]
@@ -330,6 +355,14 @@ class Load:
             names += [name for name, _ in persistent_buffers(model)]
             rows = exchange_any(self.control, json.dumps(names).encode())
             self._elsewhere = frozenset(name for row in rows for name in json.loads(row))
+
+    def compare_paths(self, folder: Path, step: int | None) -> None:
+        """Compare the ranks' folders and steps, before `run`.
+
+        **Raises** ConfigError on all ranks if steps differ. If folders do, `run` checks that they
+        hold the same checkpoint.
+        """
+        self._paths = paths_of_load(self._files, self.control, folder, step)
 
     @collector_paused()
     def run(
@@ -357,6 +390,8 @@ class Load:
             chosen = choose(control, self._files, folder, skipped, only)
             if copies and (chosen is None or copies[0].step >= chosen.step):
                 chosen = copies.pop(0)
+            if self._paths is not None and chosen is not None and chosen.in_memory is None:
+                check_same_checkpoint(control, self._files, chosen, self._paths)
             above = -1 if chosen is None else chosen.step
             reasons = tuple(skipped[step] for step in sorted(skipped, reverse=True) if step > above)
             if chosen is None:

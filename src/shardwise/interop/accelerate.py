@@ -197,7 +197,8 @@ class Accelerator(_Accelerator):
         """
         with self._hidden_optimizers():
             for _, model, optimizer in self._pairs(self._models, ""):
-                collect_on_all_ranks(model, optimizer, NOTHING)  # raises what `save` would
+                target = Path(output_dir or ""), "save_state()"
+                collect_on_all_ranks(model, optimizer, NOTHING, target)  # raises as `save` would
             return str(super().save_state(output_dir, safe_serialization, **kwargs))
 
     def load_state(self, input_dir: str | None = None, *args: object, **kwargs: object) -> None:
