@@ -142,6 +142,34 @@ def end_with_parent(number: signal.Signals | None) -> None:
         ctypes.CDLL(None).prctl(_DEATH_SIGNAL, 0 if number is None else int(number))
 
 
+def describe_end(cause: str) -> str:
+    """Return how a process ended, and who usually sends the signal, from a cause of `fate`."""
+    if not cause:
+        return (
+            "how is not known: the host's out-of-memory killer, a scheduler or a person kills it "
+            "with signal 9, a crash is signal 11, 6 or 7, and os._exit tells nothing"
+        )
+    if not cause.startswith("signal"):
+        return f"it ended with {cause}, as by os._exit"
+    number = int(cause.split()[1])
+    return f"ended by {cause}{_SENDERS.get(number, '')}"
+
+
+_PEOPLE = "a scheduler or a person sends it"
+_CRASH = "a crash of native code"
+_SENDERS: dict[int, str] = {
+    signal.SIGKILL: f": the host's out-of-memory killer, {_PEOPLE}",
+    signal.SIGTERM: f": a launcher, {_PEOPLE}",
+    signal.SIGHUP: ": the end of its terminal or session sends it",
+    signal.SIGINT: ": Ctrl-C sends it",
+    signal.SIGSEGV: f": {_CRASH}",
+    signal.SIGILL: f": {_CRASH}",
+    signal.SIGFPE: f": {_CRASH}",
+    signal.SIGABRT: f": {_CRASH} that found an error, as gloo does at a message that is too long",
+    signal.SIGBUS: f": {_CRASH} without memory behind an address, as in a full /dev/shm",
+}
+
+
 def _named(number: int) -> str:
     with suppress(ValueError):
         return f"signal {number} ({signal.Signals(number).name})"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 
 import pytest
@@ -126,6 +127,8 @@ def test_a_run_that_died_is_a_critical_finding_with_its_cause(
     (finding,) = json.loads(shown.output)["findings"]
     assert (finding["code"], finding["severity"]) == ("SW023", "critical")
     assert said in finding["verdict"] and (rank is None or finding["rank"] == rank)
+    if how == "killed":  # the signal is known if a rank looked before the process was reaped
+        assert re.search(r"ended by signal 9 \(SIGKILL\): the|how is not known", finding["verdict"])
 
 
 def stop(rank, world_size, output, how):

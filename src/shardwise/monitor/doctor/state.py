@@ -3,7 +3,7 @@
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -31,7 +31,7 @@ from shardwise.monitor.record import (
     StepLine,
 )
 from shardwise.names import name_of_unit
-from shardwise.processes import fate, own_process
+from shardwise.processes import describe_end, fate, own_process
 from shardwise.quantities import format_bytes, format_duration
 
 _FAILURES = m.RETRIES, m.OOMS  # of the allocator
@@ -398,11 +398,12 @@ def died(e: Evidence) -> Finding | None:
     failed = {rank: line for rank, line in failed.items() if rank not in stopped}
     own = {rank: line for rank, line in failed.items() if not line.follows}
     this = own_process()
-    gone = {  # hosts of ranks that wrote no end and are known to have exited
-        rank: line.process.host
-        for rank, line in last_lines.items()
-        if isinstance(line, Begin) and line.process and fate(line.process, this)[0] == "dead"
-    }
+    gone, causes = dict[int, str](), dict[int, str]()  # ranks that wrote no end and have exited
+    for rank, begin in last_lines.items():
+        if isinstance(begin, Begin) and begin.process:
+            life, causes[rank] = fate(begin.process, this)
+            if life == "dead":
+                gone[rank] = begin.process.host
     if not (failed or gone) or (stopped and not own):  # a user's Ctrl-C ends all ranks
         return None
     last = run.steps[-1].step if run.steps else 0
@@ -428,10 +429,15 @@ def died(e: Evidence) -> Finding | None:
         # Other ranks know of steps since the last line of figures.
         during = (line.during for line in failed.values())
         over = max([last, *(step - 1 for step in during if step is not None)])
+        ways = defaultdict[str, list[int]](list)
+        for rank in named:
+            ways[describe_end(causes[rank] or _cause_seen(rank, failed.values()))].append(rank)
+        how = "; ".join(
+            f"{_list_ranks(ranks)} {way}" if len(ways) > 1 else way for way, ranks in ways.items()
+        )
         verdict = (
             f"{_list_ranks(named)} on {gone[named[0]]} died after step {over} and left no error: "
-            "killed (signal 9; the system does so when the host's memory runs out), crashed "
-            "(signal 11), or ended by os._exit"
+            f"{how}"
         )
     others = [rank for rank in failed if rank not in named]
     quoted = [_quote(rank, failed[rank]) for rank in others[:_MAX_SHOWN]]
@@ -450,6 +456,13 @@ def died(e: Evidence) -> Finding | None:
         verdict=verdict,
         why=" ".join(quoted) or "The run did not come to its end.",
     )
+
+
+def _cause_seen(rank: int, ends: Iterable[End]) -> str:
+    """Return how a rank ended as another rank saw it, which looked in time; "" if none did."""
+    pattern = rf"rank {rank} \(process[^()]*\) has died: \D*(signal \d+ \(\w+\)|exit code \d+)"
+    found = (re.search(pattern, end.message or "") for end in ends)
+    return next((match[1] for match in found if match), "")
 
 
 def _is_by_choice(line: End) -> bool:
