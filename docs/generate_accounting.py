@@ -14,7 +14,7 @@ from shardwise.plan.accounting import Accounting, account
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.model.tape import Tape, TapeParam, TapeUnit
 from shardwise.plan.sizes import PRECISIONS
-from shardwise.plan.step.play import resting_state
+from shardwise.plan.step.play import bytes_between_steps
 from shardwise.svg import colour_of
 
 STAGES = (0, 1, 2, 3)
@@ -56,8 +56,10 @@ def held_bytes(
     unit = TapeUnit("", (TapeParam("weight", (params,), "float32"),))
     candidate = Candidate(**how, offload=places)  # type: ignore[arg-type]
     tape = Tape((unit,), (), "float32")
-    at_rest = resting_state(tape, candidate)
-    ledgers = zip(PLACES, (at_rest.resting, at_rest.host, at_rest.files), strict=True)
+    between_steps = bytes_between_steps(tape, candidate)
+    ledgers = zip(
+        PLACES, (between_steps.device, between_steps.host, between_steps.files), strict=True
+    )
     lines = {place: ledger.lines() for place, ledger in ledgers}
     lines["device"]["param_shards"] += lines["device"]["param_full"]
     return {(p, kind): lines[p][line] for p in PLACES for kind, line in KINDS.items()}

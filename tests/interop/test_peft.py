@@ -26,7 +26,7 @@ from shardwise.interop.peft import load_adapter, save_adapter
 from shardwise.layout.units import partition_into_units
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.model.tape import TapeParam, TapeUnit
-from shardwise.plan.step.footprint import weigh
+from shardwise.plan.step.footprint import footprints_of
 from shardwise.tensor.shard_tensor import ShardTensor
 from trainer import events_of, full_parameters
 
@@ -134,7 +134,7 @@ def check_plan(model, optimizer, setting, world_size):
         )
         for unit in engine_of(model).units
     ]
-    weighed = weigh(units, candidate)
+    weighed = footprints_of(units, candidate)
     assert sum(w.shard_bytes for w in weighed) == stats(model).param_shard_bytes
     assert sum(w.reduce.out for w in weighed if w.reduce) == stats(model).grad_shard_bytes
     state = [t for s in optimizer.state.values() for t in s.values()]

@@ -21,9 +21,9 @@ def planned_counts(played, candidate):
     counts = {
         "sent_bytes": {k: v for k, v in played.program.sent_bytes.items() if v},
         "num_collectives": {k: v for k, v in played.program.num_collectives.items() if v},
-        "param_shards": played.resting.param_shards,
+        "param_shards": played.device.param_shards,
         "param_full": max(m.ledger.param_full for m in played.peaks),
-        "optimizer_state": played.resting.optimizer_state,
+        "optimizer_state": played.device.optimizer_state,
     }
     if candidate.accumulation == 1:  # later, those in p.grad are counted without their padding
         counts["grad_shards"] = max(m.ledger.grad_shards for m in played.peaks)

@@ -23,7 +23,7 @@ from shardwise.plan.machine.calibration import (
 from shardwise.plan.machine.pricing import Curve
 from shardwise.plan.model.tape import Cost
 from shardwise.plan.step.play import play
-from shardwise.plan.step.program import Collective, Compute, Op, Transfer
+from shardwise.plan.step.program import Collective, Compute, LinkTransfer, Op
 from shardwise.plan.timing.simulate import simulate
 from test_play import EVEN, make_tape
 
@@ -236,7 +236,7 @@ def test_an_all_reduce_takes_both_of_its_halves():
 
 
 def test_what_was_not_measured_is_told_with_the_nearest_name():
-    op = Op("disk", Transfer("to_host", 1), 0, "offload", 0)
+    op = Op("disk", LinkTransfer("to_host", 1), 0, "offload", 0)
     with pytest.raises(ConfigError, match=r"'to_host' was not measured.*bench --calibrate"):
         prices().seconds(op)
 

@@ -237,7 +237,7 @@ def test_a_window_of_local_steps_sends_its_share_in_each_step():
         local = {"every": every, "outer": "nesterov"} if every else None
         played = play(tape, Candidate(num_replicas=2, precision="fp32", local_steps=local))
         sent[every] = played.program.sent_bytes["replicate.all_reduce"]
-        state[every] = played.resting.optimizer_state
+        state[every] = played.device.optimizer_state
     numel = sum(prod(param.shape) for unit in tape.units for param in unit.params)
     assert state[8] == state[1] == state[0] + 8 * numel
     assert sent[1] // 8 <= sent[8] < sent[1] // 8 + len(tape.units)

@@ -114,7 +114,7 @@ def test_state_is_sharded_and_gradients_reduced_over_context_ranks_too():
     state = ("param_shards", "grad_shards", "optimizer_state")
     split = make_plan(num_shards=4, cp=2)
     plain = make_plan(num_shards=8)
-    held = [[p.played.resting.lines()[name] for name in state] for p in (split, plain)]
+    held = [[p.played.device.lines()[name] for name in state] for p in (split, plain)]
     assert held[0] == held[1]
     assert sum(held[0]) == pytest.approx(12 * SHAPE.num_params / 8, rel=0.01)
     alone = make_plan(num_shards=1, cp=2)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ranks import run_ranks
-from shardwise import Offload as Away
+from shardwise import Offload as OffDeviceBytes
 from shardwise import shard
 from shardwise.debug import stats
 from shardwise.homes import Offload
@@ -20,7 +20,7 @@ from shardwise.plan.planning import plan
 from shardwise.plan.searching import Limits, Space, search
 from shardwise.plan.sizes import PRECISIONS
 from shardwise.plan.step.play import play
-from shardwise.plan.step.program import Transfer
+from shardwise.plan.step.program import LinkTransfer
 from shardwise.train.config import TrainConfig
 from shardwise.train.decoder import Decoder
 
@@ -77,7 +77,9 @@ def tape_of(make, precision, units):
 
 
 def host_bytes_of_a_run(rank, world_size, make, precision, units):
-    model = shard(make(), precision=precision, units=units, offload=Away(activations="cpu"))
+    model = shard(
+        make(), precision=precision, units=units, offload=OffDeviceBytes(activations="cpu")
+    )
     for _ in range(2):
         loss_of(model, batch()).backward()
     return stats(model).bytes_by_place["host"]
@@ -105,7 +107,7 @@ def transfers(played):
     return [
         (op.work.link, op.work.num_bytes, op.unit)
         for op in played.program.ops
-        if isinstance(op.work, Transfer)
+        if isinstance(op.work, LinkTransfer)
     ]
 
 
@@ -119,7 +121,7 @@ def test_each_input_but_the_last_goes_and_comes_once_and_the_device_has_two():
     out = [("to_host", each, unit) for unit in range(1, BLOCKS)]
     back = [("to_device", each, unit) for unit in range(BLOCKS - 1, 0, -1)]
     assert transfers(plain) == [] and transfers(away) == 2 * (out + back)
-    assert away.resting == plain.resting
+    assert away.device == plain.device
     at_loss = [
         next(m.ledger.total for m in played.peaks if m.phase == "loss") for played in (plain, away)
     ]

@@ -20,7 +20,7 @@ from shardwise.optim import AdamW
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.model.tracing import trace
 from shardwise.plan.sizes import OPTIMIZERS as OPTIMIZER_ROWS
-from shardwise.plan.step.play import play, resting_state
+from shardwise.plan.step.play import bytes_between_steps, play
 from shardwise.unit.storage import Storage
 from step_counts import precision_of
 from test_play_ranks import Net, Unused, freeze_some, loss_of, make_batch
@@ -134,7 +134,7 @@ def test_what_rests_where_is_a_runs_on_every_rank(num_ranks, of, tmp_path):
     for number, (name, candidate) in enumerate(of(num_ranks)):
         tape = tape_of(name, candidate)
         for rank in range(num_ranks):
-            planned = resting_state(tape, candidate, rank)
+            planned = bytes_between_steps(tape, candidate, rank)
             assert planned.bytes_by_place == by_rank[rank][number], (rank, name, candidate)
         if of is cases:  # of matrices another rank may have the most
             assert play(tape, candidate).bytes_by_place == by_rank[0][number]

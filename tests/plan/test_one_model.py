@@ -175,8 +175,8 @@ def test_no_plan_made_by_hand_fits_and_beats_the_winner_or_has_less_than_its_bou
     for _ in range(60):
         candidate = by_hand(space, draw)
         made.append(plan(model, winner.cluster, candidate))
-        (_, alive_bytes, input_bytes), played = model.least(candidate), made[-1].played
-        assert alive_bytes - input_bytes <= played.peak.ledger.total - played.resting.total
+        (_, alive_bytes, input_bytes), played = model.lower_bounds(candidate), made[-1].played
+        assert alive_bytes - input_bytes <= played.peak.ledger.total - played.device.total
     fitting = [each for each in made if each.verdict == "fits"]
     assert len(fitting) > 10
     tokens = {each.tokens_per_step for each in (*made, *found.pareto)}

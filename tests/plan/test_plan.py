@@ -33,7 +33,7 @@ STAGES = st.integers(0, 3)
 @given(shapes(), settings_of_engine(), st.sampled_from([1, 2, 3, 8]))
 def test_a_higher_stage_never_holds_more_between_steps(shape, others, num_shards):
     held = [
-        make_plan(shape, stage=stage, num_shards=num_shards, **others).played.resting.total
+        make_plan(shape, stage=stage, num_shards=num_shards, **others).played.device.total
         for stage in range(4)
     ]
     assert held == sorted(held, reverse=True)
@@ -43,8 +43,8 @@ def test_a_higher_stage_never_holds_more_between_steps(shape, others, num_shards
 @given(shapes(), settings_of_engine(), st.integers(1, 3), st.sampled_from([1, 2, 3, 4, 6]))
 def test_twice_the_ranks_never_hold_larger_shards_each(shape, others, stage, num_shards):
     """Full copies may be larger: they are padded to a multiple of the ranks."""
-    few = make_plan(shape, stage=stage, num_shards=num_shards, **others).played.resting
-    many = make_plan(shape, stage=stage, num_shards=2 * num_shards, **others).played.resting
+    few = make_plan(shape, stage=stage, num_shards=num_shards, **others).played.device
+    many = make_plan(shape, stage=stage, num_shards=2 * num_shards, **others).played.device
     assert many.optimizer_state <= few.optimizer_state
     assert many.grad_shards <= few.grad_shards
     if stage == 3:
@@ -101,7 +101,7 @@ def test_a_long_window_is_the_same_as_one_played_in_full(
         patch.setattr(shardwise.plan.planning, "_LONGEST_PLAYED", 100)
         full = make_plan(shape, stage=stage, **sizes, **others)
     assert short.played.peak.ledger == full.played.peak.ledger
-    assert short.played.resting == full.played.resting
+    assert short.played.device == full.played.device
     assert short.memory == full.memory
     assert short.played.program.sent_bytes == full.played.program.sent_bytes
     assert short.played.program.num_collectives == full.played.program.num_collectives

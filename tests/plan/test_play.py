@@ -22,7 +22,7 @@ from shardwise.plan.model.tape import (
 )
 from shardwise.plan.sizes import DTYPE_BYTES
 from shardwise.plan.step.play import play
-from shardwise.plan.step.program import Collective, Compute, Recorder
+from shardwise.plan.step.program import Collective, Compute, StepRecorder
 
 EVEN = [[(24,)], [(48, 24)], [(24, 24), (24,)], [(24, 24), (24,)], [(48, 24)]]
 SMALL = Candidate(precision="fp32", optimizer="sgd_momentum", num_shards=3)
@@ -66,7 +66,7 @@ def test_what_rests_is_what_the_accounting_says(stage, precision):
     played = play(make_tape(EVEN), replace(SMALL, stage=stage, precision=precision))
     count = sum(prod(s) for u in EVEN for s in u)
     sums = account(count, 3, stage, precision, "sgd_momentum")
-    assert played.resting.total - played.resting.buffers == sums.between_steps
+    assert played.device.total - played.device.buffers == sums.between_steps
     assert played.host.total == played.files.total == 0
 
 
@@ -81,7 +81,7 @@ def test_state_of_the_papers_rests_where_they_have_it(params, state, device, hos
     played = play(make_tape(EVEN), candidate)
     count = sum(prod(s) for u in EVEN for s in u) // 3
     on_host = played.host.total - played.host.disk_buffers
-    held = played.resting.total - played.resting.buffers, on_host, played.files.total
+    held = played.device.total - played.device.buffers, on_host, played.files.total
     assert held == (device * count, host * count, files * count)
 
 
@@ -122,7 +122,7 @@ def play_model(model, candidate):
 @settings(max_examples=60)
 def test_a_step_ends_as_the_next_begins_and_no_line_is_negative(model, candidate, stage):
     played = play_model(model, replace(candidate, stage=stage))
-    resting = played.resting
+    resting = played.device
     transient = ("grad_full", "gather_staging", "reduce_staging", "activations", "temporary")
     assert all(getattr(resting, line) == 0 for line in (*transient, "logits", "inputs"))
     for moment in played.peaks:
@@ -132,13 +132,13 @@ def test_a_step_ends_as_the_next_begins_and_no_line_is_negative(model, candidate
 
 def most_full(model, candidate):
     """Play a step; return the most bytes of full parameters at any moment, and the step."""
-    most, touch = [0], Recorder.touch
+    most, record_temporary = [0], StepRecorder.record_temporary
 
     def look(recorder, more):
         most.append(recorder.ledger().param_full + more.get("param_full", 0))
-        touch(recorder, more)
+        record_temporary(recorder, more)
 
-    with mock.patch.object(Recorder, "touch", look):
+    with mock.patch.object(StepRecorder, "record_temporary", look):
         played = play_model(model, candidate)
     return max(most), played
 

@@ -244,7 +244,7 @@ def test_a_played_step_is_a_runs(num_ranks):
         played = play(make_tape(name, candidate.micro_batch, dtype), candidate)
         label = f"{name}: {candidate}"
         for what, found in (
-            ("rest", played.resting.total),
+            ("rest", played.device.total),
             ("peak", played.peak.ledger.total),
         ):
             expected = real.pop(what)

@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError
-from shardwise.plan.step.program import Collective, Compute, Op, Program, Transfer
+from shardwise.plan.step.program import Collective, Compute, LinkTransfer, Op, Program
 from shardwise.plan.timing.simulate import simulate
 
 COMPUTE = Compute(())
 GATHER = Collective("all_gather", "shard", 8, 4)
 REDUCE = Collective("all_reduce", "replicate", 8, 4)
-COPY = Transfer("to_device", 8)
+COPY = LinkTransfer("to_device", 8)
 WORK = {"compute": COMPUTE, "shard": GATHER, "replicate": REDUCE, "to_device": COPY, "cpu": COMPUTE}
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.plan.model.tape import Cost
-from shardwise.plan.step.program import Collective, Compute, Op, Program, Transfer
+from shardwise.plan.step.program import Collective, Compute, LinkTransfer, Op, Program
 from shardwise.plan.timing.simulate import simulate
 from shardwise.plan.timing.timeline import simulated_trace
 
@@ -26,7 +26,7 @@ PROGRAM = Program(
         Op("shard", Collective("reduce_scatter", "shard", 800, 700), 1, "reduce", 0, (4,)),
         Op("shard", Collective("all_reduce", "shard", 4, 4), 0, "clip", 0, (5,)),
         Op("compute", MATMUL, 0, "optimizer", 0, (6,)),
-        Op("to_host", Transfer("to_host", 64), 1, "offload", 0, (7,)),
+        Op("to_host", LinkTransfer("to_host", 64), 1, "offload", 0, (7,)),
     ),
 )
 STREAM_OF = {"compute": 0, "shard": 1, "replicate": 2, "to_device": 3, "to_host": 4}

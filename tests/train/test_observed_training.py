@@ -66,7 +66,7 @@ def test_the_engines_memory_is_that_of_the_plan_line_by_line(world_size, more, t
     record = read_run(tmp_path / "run")
     (line,) = (line for _, line in record.lines(Memory, 0))
     plan, _ = plan_of_run(tmp_path / "run" / "config.yaml", record)
-    planned = {k: n for k, n in plan.played.engines_peak.ledger.engines().items() if n}
+    planned = {k: n for k, n in plan.played.engine_peak.ledger.engine_lines().items() if n}
     peak = line.moments[line.peak]
     assert peak.device == planned, peak
     of_units = {unit.class_name for unit in record.facts.units}

@@ -28,7 +28,7 @@ from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.planning import Plan
 from shardwise.plan.request import ModelRequest, PlanRequest
 from shardwise.plan.searching import Limits, Space
-from shardwise.plan.step.play import resting_state
+from shardwise.plan.step.play import bytes_between_steps
 from shardwise.quantities import format_bytes
 from shardwise.stages import LayoutName
 from shardwise.train.config import TrainConfig, load_config
@@ -258,7 +258,7 @@ def _with_layout(candidate: Candidate, model: Model) -> tuple[Candidate, tuple[s
         return replace(candidate, layout="matrices"), ()
     flat, tape = replace(candidate, layout="flat"), model.tape(candidate)
     rows_bytes, flat_bytes = (
-        sum(resting_state(tape, each.with_context_shards).bytes_by_place.values())
+        sum(bytes_between_steps(tape, each.with_context_shards).bytes_by_place.values())
         for each in (candidate, flat)
     )
     saved = rows_bytes - flat_bytes
@@ -288,7 +288,7 @@ def assumed_notes(setup: Setup) -> tuple[str, ...]:
 
 def padding_notes(made: Plan) -> tuple[str, ...]:
     """Tell of padding that is worth another layout."""
-    padding, shards = made.played.padding_bytes, made.played.resting.param_shards
+    padding, shards = made.played.padding_bytes, made.played.device.param_shards
     candidate = made.candidate
     if candidate.layout != "rows" or padding <= _PADDING_TO_MENTION * shards:
         return ()

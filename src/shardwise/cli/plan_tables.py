@@ -19,9 +19,9 @@ from shardwise.keys import flag_of
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.machine.hardware import accelerators, links
 from shardwise.plan.model.presets import find_preset, preset_names
+from shardwise.plan.pareto import Rejected
 from shardwise.plan.planning import Plan, time_rows
 from shardwise.plan.request import PlanRequest
-from shardwise.plan.searching import Rejected
 from shardwise.plan.sizes import OPTIMIZERS, PRECISIONS
 from shardwise.quantities import ByteUnit, format_bytes, format_count, format_duration, format_gb
 

@@ -73,7 +73,7 @@ def _goodput(made: Plan, request: SimulateRequest) -> Goodput | None:
         return None
     stall_s = request.checkpoint_stall_s
     if stall_s is None:
-        state, link = made.played.resting, made.cluster.node.host.device_link
+        state, link = made.played.device, made.cluster.node.host.device_link
         stall_s = (state.param_shards + state.optimizer_state) / link.achieved_bytes_per_s
     return expected_goodput(
         made.step_s,

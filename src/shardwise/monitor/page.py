@@ -180,8 +180,10 @@ def _memory(run: ShownRun, divisor: int) -> Mapping[str, object] | None:
     planned = dict[str, int]()
     if run.plan is not None:  # on the CPU, of the engine alone, as it was measured
         played = run.plan.played
-        ledger = (played.engines_peak if is_cpu else played.peak).ledger
-        planned = {kind: num_bytes for kind, num_bytes in ledger.engines().items() if num_bytes}
+        ledger = (played.engine_peak if is_cpu else played.peak).ledger
+        planned = {
+            kind: num_bytes for kind, num_bytes in ledger.engine_lines().items() if num_bytes
+        }
         if not is_cpu:
             planned[svg.OTHER] = ledger.total - sum(planned.values())
     peak, measured = line.moments[line.peak], moments[line.peak].parts

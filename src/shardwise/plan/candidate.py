@@ -135,7 +135,7 @@ class Candidate:
         return replace(self, num_shards=self.num_shards * self.cp, cp=1)
 
     @property
-    def at_rest(self) -> "Candidate":
+    def state_key(self) -> "Candidate":
         """The same without what has no part in the layout of its state: one stands for many."""
         plain = replace(self, micro_batch=1, accumulation=1, kernels="eager", loss="eager")
         return replace(plain, prefetch_bytes=None, activation_checkpointing="none")

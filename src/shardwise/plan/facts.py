@@ -12,7 +12,7 @@ from shardwise.plan.candidate import Candidate
 from shardwise.plan.machine.hardware import Cluster
 from shardwise.plan.planning import Plan
 from shardwise.plan.searching import SearchResult
-from shardwise.plan.step.program import Moment
+from shardwise.plan.step.program import Peak
 from shardwise.plan.timing.simulate import Simulated
 
 
@@ -36,7 +36,7 @@ def plan_facts(plan: Plan) -> dict[str, object]:
             "margins_bytes": dict(plan.memory.margins),
             "peak": _moment(plan, played.peak),
             "peaks": [_moment(plan, moment) for moment in played.peaks],
-            "resting_bytes": played.resting.lines(),
+            "resting_bytes": played.device.lines(),
             "host_bytes": played.host.total,
             "host_lines_bytes": played.host.lines(),
             "nvme_bytes": played.files.total,
@@ -166,7 +166,7 @@ def candidate_facts(candidate: Candidate) -> dict[str, object]:
     return {**asdict(candidate), "num_ranks": candidate.world_size}
 
 
-def _moment(plan: Plan, moment: Moment) -> dict[str, object]:
+def _moment(plan: Plan, moment: Peak) -> dict[str, object]:
     return {
         "phase": moment.phase,
         "unit": plan.unit_name(moment.unit),

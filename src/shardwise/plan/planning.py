@@ -63,7 +63,7 @@ _LONGEST_PLAYED = 3
 _LONGEST_WITH_DISKS = 32
 
 
-class Memory(NamedTuple):
+class PlannedMemory(NamedTuple):
     """The memory of a candidate's step, played on each pipeline stage that differs and not timed.
 
     ``stage`` is the one with the most, and ``device`` its bytes.
@@ -78,7 +78,7 @@ class Memory(NamedTuple):
 
 def plan_memory(
     model: Model, cluster: Cluster, candidate: Candidate, tape: Tape | None = None
-) -> Memory:
+) -> PlannedMemory:
     """Play one candidate's step; ``tape`` is the model's own where it is known.
 
     **Cost** half that of a plan.
@@ -111,7 +111,7 @@ def plan_memory(
         if on_host and not chip.asynchronous:  # the host is the device too, and has all of a rank
             on_host += each.peak.ledger.total
         away[number] = on_host, each.files.total
-    return Memory(stages, played, stage, device, node_room(cluster, candidate, away))
+    return PlannedMemory(stages, played, stage, device, node_room(cluster, candidate, away))
 
 
 def plan(
@@ -120,7 +120,7 @@ def plan(
     candidate: Candidate,
     *,
     prices: Pricer | None = None,
-    memory: Memory | None = None,
+    memory: PlannedMemory | None = None,
     straggler: float = 1.0,
     slow_link: float = 1.0,
 ) -> Plan:

@@ -25,7 +25,7 @@ from shardwise.plan.candidate import Candidate
 from shardwise.plan.machine.hardware import Accelerator, Cluster, Host, Link, Node
 from shardwise.plan.machine.pricing import Curve, Unit, describe_figure
 from shardwise.plan.model.tape import DEGREE_KINDS, Cost
-from shardwise.plan.step.program import Collective, Op, OpPhase, Transfer
+from shardwise.plan.step.program import Collective, LinkTransfer, Op, OpPhase
 from shardwise.spelling import did_you_mean
 
 FORMAT = "shardwise-calibration"
@@ -166,7 +166,7 @@ class CalibratedPrices:
     def seconds(self, op: Op) -> float:
         """Return the seconds of an operation on one rank, all other ranks at work as well."""
         work, found = op.work, self.calibration
-        if isinstance(work, Transfer):
+        if isinstance(work, LinkTransfer):
             return found.curve(work.link).at(work.num_bytes)
         if isinstance(work, Collective):
             return self._collective_seconds(work)

@@ -65,7 +65,7 @@ from shardwise.plan.candidate import Candidate
 from shardwise.plan.machine.hardware import Cluster, Link, Node
 from shardwise.plan.model.tape import DEGREE_KINDS, Cost
 from shardwise.plan.sizes import read_table
-from shardwise.plan.step.program import Collective, CollectiveKind, Compute, Op, Transfer
+from shardwise.plan.step.program import Collective, CollectiveKind, Compute, LinkTransfer, Op
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class Prices:
     candidate: Candidate
     is_fitted: bool = True
     overlap: ClassVar[float] = 1.0  # communication's use of the device is not modelled
-    _known: dict[tuple[Compute | Collective | Transfer, bool, bool], float] = field(
+    _known: dict[tuple[Compute | Collective | LinkTransfer, bool, bool], float] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -163,7 +163,7 @@ class Prices:
         return seconds
 
     def _seconds(
-        self, work: Compute | Collective | Transfer, on_host: bool, is_backward: bool
+        self, work: Compute | Collective | LinkTransfer, on_host: bool, is_backward: bool
     ) -> float:
         node, host = self.cluster.node, self.cluster.node.host
         if isinstance(work, Compute) and not on_host:

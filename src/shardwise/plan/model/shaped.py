@@ -132,7 +132,7 @@ class ShapedModel:
             self._tapes[run] = _tape(padded, run)
         return self._tapes[run]
 
-    def least(self, candidate: Candidate) -> tuple[tuple[Cost, ...], int, int]:
+    def lower_bounds(self, candidate: Candidate) -> tuple[tuple[Cost, ...], int, int]:
         """Return lower bounds of a micro-batch on the first stage: its costs, and bytes.
 
         The first are alive at once, without gradients; the second, a part of them, are inputs of

@@ -1,15 +1,15 @@
-"""Bytes that one unit's parameters take and send under a candidate, as the engine lays them out.
+"""The footprint of one unit under a candidate: the bytes that its parameters take and send.
 
 Note [The largest rank]
-Everything is that of rank 0 of its axes, unless another one is asked for. Rank 0 owns the most:
+All figures are those of rank 0 of its axes, unless another rank is given. Rank 0 owns the most:
 ``rows`` cuts as ``torch.chunk`` does and ``flat`` fills the first shares, so no rank holds more.
-With ``matrices`` that is whichever rank the owners are dealt most to; it is called 0 here, and rank
-0 goes by its number.
+With ``matrices`` any rank may own the most. In this file that rank and rank 0 swap their numbers.
 
 Note [Parameters without a gradient]
-A trained parameter that no backward pass reaches has its place in the shards and in the buffers of
-the reduction, where it contributes zeros. Its ``p.grad`` stays None, so the norm leaves it out, and
-the optimizer makes no state for it. A unit with none but such is not reduced unless it runs.
+A trained parameter that no backward pass reaches is part of the shards and of the buffers of the
+reduction, where it contributes zeros. Its ``p.grad`` stays None, so the norm leaves it out, and the
+optimizer makes no state for it. A unit whose parameters are all of this kind is reduced only if it
+runs.
 """
 
 from collections.abc import Sequence
@@ -31,28 +31,29 @@ from shardwise.plan.step.messages import (
     coding_message,
     gather_message,
     merge,
+    pack,
     packed_message,
     parcelled_message,
     ranges_of,
     replica_message,
     scattered_message,
-    whole,
 )
 from shardwise.precisions import PRECISION_DTYPES
 from shardwise.stages import STAGES
 
 _FLOAT = DTYPE_BYTES["float32"]
-# Shape, dtype, whether it is trained, whether it gets a gradient, owner.
+# Shape, dtype, is trained, gets a gradient, owner.
 ParamKey = tuple[tuple[int, ...], DtypeName, bool, bool, int | None]
 
 
 @dataclass(frozen=True)
-class Reduce:
-    """Bytes of the reduction of a unit. ``grads`` are bytes of full gradients on the wire.
+class ReduceBytes:
+    """Bytes of the reduction of a unit.
 
-    ``out`` are the buffers of the means. ``replicas`` has one all-reduce per buffer, ``means`` one
-    all-gather per storage (stage 0). ``encoded`` stands in for ``message`` in a bucket with encoded
-    gradients; None where reductions are not encoded.
+    ``grads`` are full gradients in the dtype in which they are sent. ``out`` are the buffers of the
+    means. ``replicas`` has one all-reduce per buffer, ``means`` one all-gather per storage (stage
+    0). ``encoded`` replaces ``message`` in a bucket with encoded gradients; None if reductions are
+    not encoded.
     """
 
     message: Message
@@ -63,16 +64,20 @@ class Reduce:
     encoded: Message | None
 
 
-def bucket_of(units: Sequence[Reduce]) -> Message:
-    """Describe the collective that units share: all travel as bytes if any gradient is encoded."""
+def bucket_of(units: Sequence[ReduceBytes]) -> Message:
+    """Describe the reduction of a bucket; if one gradient is encoded, all are sent as bytes."""
     encoded = merge([unit.encoded for unit in units if unit.encoded is not None])
     if encoded.parcels is not None and encoded.parcels.has_codes:
-        return whole(encoded)
-    return whole(merge([unit.message for unit in units]))
+        return pack(encoded)
+    return pack(merge([unit.message for unit in units]))
 
 
-class Group(NamedTuple):
-    """The parameters of one storage: which of them are trained and updated, and their memory."""
+class StorageParams(NamedTuple):
+    """The parameters of one storage and their memory.
+
+    ``trained`` and ``updated`` have one flag for each parameter. ``reduce`` are the bytes of an
+    element of a reduced gradient.
+    """
 
     memory: Memory
     trained: tuple[bool, ...]
@@ -82,17 +87,18 @@ class Group(NamedTuple):
 
     @property
     def updated_numels(self) -> list[int]:
-        """Elements of each parameter that the optimizer updates."""
+        """Numbers of elements of the parameters that the optimizer updates."""
         params = self.memory.layout.params
         return [p.numel for p, updated in zip(params, self.updated, strict=True) if updated]
 
 
 class Footprint:
-    """The bytes of one unit on a rank of its shards, which are ``num_shards``.
+    """The bytes of one unit on one of the ``num_shards`` ranks that share it.
 
-    ``is_away``: its slices rest elsewhere. Then ``copy_bytes`` stay of them on the device, and
-    ``means_bytes`` are what reduced gradients take beside them. A gather fetches ``fetched_bytes``,
-    the first one after a step ``copied_bytes`` as well, through ``fetch_staging`` on the device.
+    If the unit ``is_offloaded``, its slices are kept off the device. Of them ``copy_bytes`` stay on
+    the device, and reduced gradients take ``means_bytes`` off it. A gather fetches
+    ``fetched_bytes``. The first gather after a step fetches ``copied_bytes`` too. Fetches take
+    ``fetch_staging`` bytes on the device.
     """
 
     def __init__(
@@ -100,38 +106,38 @@ class Footprint:
         params: tuple[ParamKey, ...],
         candidate: Candidate,
         num_shards: int,
-        is_away: bool,
+        is_offloaded: bool,
         rank: int,
     ) -> None:
-        self._candidate, self._num_shards, self._rank = candidate, num_shards, rank
+        self._candidate = candidate
+        self._num_shards = num_shards
+        self._rank = rank
         self._stage = STAGES[candidate.stage]
         self._on_cpu = candidate.transport == "point_to_point"  # so the device is the CPU
-        self.is_away = is_away
-        papers = candidate.dtypes.keeps_compute_shard
+        self.is_offloaded = is_offloaded
+        keeps_compute_shard = candidate.dtypes.keeps_compute_shard
         optimizer = OPTIMIZERS[candidate.optimizer]
         groups = self._groups(params)
         memories = [g.memory for g in groups]
         trains = [g for g in groups if any(g.trained)]
-        # Full copies that a step, or their freeing, makes stale.
+        # Groups whose full copies a step makes stale, or which are freed after use.
         stale = [g for g in groups if g.memory.frees or any(g.updated)]
         if not self._stage.shards_state or num_shards == 1:
             stale = [g for g in stale if not g.memory.aliased]
-        away = stale if is_away else []
-        sizes = {id(g): g.memory.full_size if papers else g.memory.master_size for g in groups}
         owned = [
             (g.memory.layout.local_shape(n, rank), g.memory.layout.params[n].shape, g)
             for g in trains
             for n, is_updated in enumerate(g.updated)
             if is_updated
         ]
-        slices = [(own if self._stage.shards_state else full, g) for own, full, g in owned]
-        # A full copy with padding, the master slices, a shard in the computing dtype beside them.
+        slices = [(local if self._stage.shards_state else full, g) for local, full, g in owned]
+        # A full copy with padding, the master slices, and a shard in the compute dtype.
         self.full_bytes = sum(m.full_bytes for m in memories)
         self.shard_bytes = sum(m.shard_bytes for m in memories)
         self.compute_shard_bytes = sum(
-            m.own_numel * m.full_size for m in memories if papers and m.frees
+            m.own_numel * m.full_size for m in memories if keeps_compute_shard and m.frees
         )
-        # Full copies beyond the slices: those that never go, and those that come and go.
+        # Full copies beside the slices: persistent ones, and those that are freed after use.
         self.kept_bytes = sum(m.beside_bytes for m in memories if not m.frees)
         self.freed_bytes = sum(m.full_bytes for m in memories if m.frees)
         self.padding_bytes = sum(map(_padding, memories)) if self._stage.shards_state else 0
@@ -143,62 +149,82 @@ class Footprint:
         # What the rank writes into a checkpoint, at every stage its own slices.
         self.saved_bytes = sum(
             g.memory.layout.shard_numel(rank) * g.memory.master_size for g in groups
-        ) + sum(optimizer.tensor_bytes(own, g.master_name) for own, _, g in owned)
-        # Gradients as a micro-batch's autograd writes them, and when they join the window's sum:
-        # (bytes held more afterwards, most bytes held more meanwhile).
+        ) + sum(optimizer.tensor_bytes(local, g.master_name) for local, _, g in owned)
+        # Gradients as the autograd of a micro-batch writes them. When they are added to the
+        # window's sum: (bytes that are added, the most bytes that are added meanwhile).
         grads = [n * g.memory.full_size for g in trains for n in g.updated_numels]
         self.written_grads, self.largest_grad = sum(grads), max(grads, default=0)
-        self.sums_apart = any(g.memory.full_size != g.reduce for g in trains)  # of another dtype
-        self.keep_first = self._casting(trains, True) if self.sums_apart else (0, 0)
-        self.keep_next = self._casting(trains, False) if self.sums_apart else (0, 0)
-        # None: the full copy always holds present values; nothing is trained.
+        self.sums_in_other_dtype = any(g.memory.full_size != g.reduce for g in trains)
+        self.keep_first = self._casting(trains, True) if self.sums_in_other_dtype else (0, 0)
+        self.keep_next = self._casting(trains, False) if self.sums_in_other_dtype else (0, 0)
+        # None if full copies never get stale; None if nothing is trained.
         self.gather = self._gather([g.memory for g in stale]) if stale else None
         self.reduce = self._reduce(trains, False) if trains else None
         self.reduce_sums = self._reduce(trains, True) if trains else None
         self.outer_bytes, self.outer_staging, self.outer = self._synchronize(trains)
         self.copy_bytes = sum(m.copy_bytes for m in memories)
         self.means_bytes = sum(
-            g.memory.own_numel * (g.reduce if papers else g.memory.master_size) for g in trains
+            g.memory.own_numel * (g.reduce if keeps_compute_shard else g.memory.master_size)
+            for g in trains
         )
-        fetched = [(g.memory, sizes[id(g)]) for g in away if not g.memory.copy_bytes]
-        self.read_bytes = sum(m.own_numel * size for m, size in fetched)
-        self.fetched_bytes = sum(
-            m.own_numel * size if m.wire is None else m.wire.share_bytes for m, size in fetched
-        )
-        self.copied_bytes = sum(
-            g.memory.own_numel * sizes[id(g)]
-            for g in away
-            if g.memory.copy_bytes and any(g.updated)
-        )
-        staging = 0 if papers else max((_fetch_staging(g.memory) for g in away), default=0)
-        self.fetch_staging = staging
-        self.is_mirrored = not any(map(_is_fetched, away))
+        self._count_fetches(stale if is_offloaded else [])
 
-    def _groups(self, params: tuple[ParamKey, ...]) -> list[Group]:
-        """Group parameters by dtypes, frozen ones apart, as `unit.materialize` does."""
-        candidate, is_away = self._candidate, self.is_away
-        row = candidate.dtypes
-        own = PRECISION_DTYPES.get(candidate.precision) == (None, None, None)
-        wanted = (None, None) if own else (row.master, row.compute)
+    def _count_fetches(self, offloaded: Sequence[StorageParams]) -> None:
+        """Count the bytes of the copies from offloaded slices, whose full copies get stale."""
+        keeps_compute_shard = self._candidate.dtypes.keeps_compute_shard
+        fetched_bytes = read_bytes = copied_bytes = 0
+        for group in offloaded:
+            memory = group.memory
+            size = memory.full_size if keeps_compute_shard else memory.master_size
+            num_bytes = memory.own_numel * size
+            if not memory.copy_bytes:
+                read_bytes += num_bytes
+                fetched_bytes += num_bytes if memory.wire is None else memory.wire.share_bytes
+            elif any(group.updated):
+                copied_bytes += num_bytes
+        self.fetched_bytes = fetched_bytes
+        self.read_bytes = read_bytes
+        self.copied_bytes = copied_bytes
+        self.fetch_staging = 0
+        if not keeps_compute_shard:
+            self.fetch_staging = max((_fetch_staging(g.memory) for g in offloaded), default=0)
+        self.is_mirrored = not any(_is_fetched(g) for g in offloaded)
+
+    def _groups(self, params: tuple[ParamKey, ...]) -> list[StorageParams]:
+        """Group parameters by dtypes and by being trained, as `unit.materialize` does."""
+        candidate = self._candidate
+        dtypes = candidate.dtypes
+        keeps_dtypes = PRECISION_DTYPES.get(candidate.precision) == (None, None, None)
+        wanted = (None, None) if keeps_dtypes else (dtypes.master, dtypes.compute)
         keys = ((dtype, "float" in dtype, trained) for _, dtype, trained, *_ in params)
-        stays = is_away and candidate.offload.params == "device"
+        stays = self.is_offloaded and candidate.offload.params == "device"
         groups = []
         for ((master, compute), _), members in group_by_dtypes(params, keys, *wanted).items():
             shapes, owners = [m[0] for m in members], [m[4] for m in members]
             layout = build_layout(candidate.layout, shapes, self._num_shards, owners)
-            sizes = DTYPE_BYTES[master], DTYPE_BYTES[compute]
-            whose = candidate.coding if "float" in compute else None, self._rank
-            memory = Memory(layout, self._stage, *sizes, master != compute, is_away, stays, *whose)
+            memory = Memory(
+                layout,
+                self._stage,
+                DTYPE_BYTES[master],
+                DTYPE_BYTES[compute],
+                master != compute,
+                self.is_offloaded,
+                stays,
+                candidate.coding if "float" in compute else None,
+                self._rank,
+            )
             trained = tuple(m[2] for m in members)
             updated = tuple(m[2] and m[3] for m in members)
-            summed = "float32" if candidate.reduce_coding else master if own else row.reduce
-            groups.append(Group(memory, trained, updated, master, DTYPE_BYTES[summed]))
+            summed = master if keeps_dtypes else dtypes.reduce
+            if candidate.reduce_coding:
+                summed = "float32"
+            groups.append(StorageParams(memory, trained, updated, master, DTYPE_BYTES[summed]))
         return groups
 
-    def _casting(self, groups: Sequence[Group], first: bool) -> tuple[int, int]:
-        """Return (bytes held more, at most meanwhile) when gradients join the window's sums.
+    def _casting(self, groups: Sequence[StorageParams], first: bool) -> tuple[int, int]:
+        """Return the bytes that adding gradients to the window's sums takes: (after it, at most).
 
-        The first are cast one by one; later ones are added, for which the CPU casts a copy.
+        The first gradients are cast one by one. Later ones are added; the CPU casts a copy for it.
         """
         held = most = 0
         for group in groups:
@@ -210,8 +236,8 @@ class Footprint:
         return held, most
 
     def _gather(self, memories: Sequence[Memory]) -> Message:
-        """Describe the gather of a unit: casts, copies, messages; encoding, where it is."""
-        works = [coding_message(memory, self._on_cpu, self.is_away) for memory in memories]
+        """Describe the gather of a unit: casts, copies, encoding, messages."""
+        works = [coding_message(memory, self._on_cpu, self.is_offloaded) for memory in memories]
         casts = [m for m in memories if m.casts and not m.copy_bytes and m.wire is None]
         moved = sum(m.own_numel * (m.master_size + m.full_size) for m in casts)
         work = merge([*works, Message(before=moved)])
@@ -220,8 +246,8 @@ class Footprint:
         items = [(s, n, m.gathers_in_place) for m in memories for s, n in m.gathered_segments]
         return merge([gather_message(items, self._num_shards, self._on_cpu), work])
 
-    # -- the reduction, as `unit.rank_order` does it
-    def _reduce(self, groups: Sequence[Group], local_sum: bool) -> Reduce:
+    # -- the reduction, as `comm.shares` describes it
+    def _reduce(self, groups: Sequence[StorageParams], local_sum: bool) -> ReduceBytes:
         """Describe the reduction of a unit's gradients, or of its sums over micro-batches."""
         num_ranks, sharded = self._num_shards, self._stage.shards_state
         num_replicas = self._candidate.summed_replicas
@@ -246,8 +272,9 @@ class Footprint:
                 counted = even_segment(num_counts * num_ranks, num_ranks)
                 parts = [Slice(0, counted.numel, reduce, None)]
                 encoded.append((counted, parts))
-                behind = sharded and num_replicas > 1  # the sums lie behind the means
-                more = (counted.numel + (0 if behind else num_counts)) * reduce
+                # With replicas, the sums of the counts are in the buffer of the means.
+                has_room = sharded and num_replicas > 1
+                more = (counted.numel + (0 if has_room else num_counts)) * reduce
                 messages += [self._plain(counted, parts, reduce, reduce), Message(staging=more)]
                 beside += more
             if num_replicas > 1:
@@ -259,12 +286,13 @@ class Footprint:
         if self._candidate.reduce_coding is not None:
             parcelled = parcelled_message(encoded, num_ranks, self._on_cpu)
             parcelled = parcelled._replace(staging=beside)
-        return Reduce(merge(messages), grads, out, tuple(replicas), tuple(means), parcelled)
+        return ReduceBytes(merge(messages), grads, out, tuple(replicas), tuple(means), parcelled)
 
-    def _synchronize(self, groups: Sequence[Group]) -> tuple[int, int, tuple[Message, ...]]:
-        """Return what replicas that step apart keep, allocate and send in a synchronisation.
+    def _synchronize(self, groups: Sequence[StorageParams]) -> tuple[int, int, tuple[Message, ...]]:
+        """Return the bytes of replicas that step locally: state, staging, and their messages.
 
-        The first message goes over the replicate axis, the second, at stage 0, to the other shards.
+        The messages are those of one synchronisation. The first goes over the replicate axis; the
+        second, at stage 0, to the other shards.
         """
         windows, num_shards = self._candidate.local_steps, self._num_shards
         if windows is None:
@@ -294,21 +322,24 @@ class Footprint:
         staging = values + max([momentum, *(each.staging for each in messages)])
         return windows.state_bytes(numel), staging, tuple(messages)
 
-    def _part(self, group: Group, index: int, size: int) -> Slice:
+    def _part(self, group: StorageParams, index: int, size: int) -> Slice:
         """Describe one parameter's gradient in its segment, of elements of ``size`` bytes."""
         placed = group.memory.layout.params[index]
         coding = self._candidate.reduce_coding if is_coded(placed.shape) else None
         return Slice(placed.offset, placed.offset + placed.numel, size, coding)
 
     def _plain(self, segment: Segment, parts: Sequence[Slice], wire: int, reduce: int) -> Message:
-        """Describe what one segment adds to a reduce-scatter of numbers."""
+        """Describe the part of a reduce-scatter without encoding that is one segment's."""
         if self._num_shards == 1:
             return Message(after=sum(part.hi - part.lo for part in parts) * (wire + reduce))
         describe = scattered_message if self._on_cpu else packed_message
         return describe(segment, ranges_of(parts), self._num_shards, wire, reduce)
 
     def _over_replicas(
-        self, group: Group, segments: Sequence[tuple[Segment, Sequence[Slice]]], num_counts: int
+        self,
+        group: StorageParams,
+        segments: Sequence[tuple[Segment, Sequence[Slice]]],
+        num_counts: int,
     ) -> list[Message]:
         """Describe the all-reduce of each buffer: all slices, or at stage 0 those of a segment."""
         layout, coding = group.memory.layout, self._candidate.reduce_coding
@@ -323,12 +354,12 @@ class Footprint:
                 for s, inside in layout.segments_of(tuple(sorted(trained)))
             ]
             buffers.append((num_counts, 0, set()))
-        found = []
+        messages = []
         ranks, on_cpu = self._candidate.num_replicas, self._on_cpu
         for numel, first, inside in buffers:
             ranges = sorted((pieces[i].shard_offset - first, pieces[i].numel) for i in inside)
             parts, at = list[Slice](), 0
-            for begin, length in (*(each for each in ranges if each[1]), (numel, 0)):
+            for begin, length in (*(item for item in ranges if item[1] > 0), (numel, 0)):
                 end = begin + length
                 parts += [Slice(at, begin, group.reduce, None)] if begin > at else []
                 parts += [Slice(begin, end, group.reduce, coding)] if length else []
@@ -336,12 +367,12 @@ class Footprint:
             encoded = None
             if any(part.coding is not None for part in parts):
                 encoded = parcelled_message([(even_segment(numel, ranks), parts)], ranks, on_cpu)
-            found.append(replica_message(numel, group.reduce, ranks, on_cpu, encoded))
-        return found
+            messages.append(replica_message(numel, group.reduce, ranks, on_cpu, encoded))
+        return messages
 
 
-def _is_fetched(group: Group) -> bool:
-    """Tell whether slices elsewhere are fetched after a step; one on the device leaves a copy."""
+def _is_fetched(group: StorageParams) -> bool:
+    """True if a gather fetches offloaded slices; a step on the device leaves a copy there."""
     memory = group.memory
     return bool(memory.frees or memory.needs_gather or memory.wire)
 
@@ -349,17 +380,18 @@ def _is_fetched(group: Group) -> bool:
 _footprint = lru_cache(maxsize=1024)(Footprint)
 
 
-def weigh(
+def footprints_of(
     units: Sequence[TapeUnit], candidate: Candidate, rank: int | None = None
 ) -> list[Footprint]:
-    """Weigh all units of a model; the candidate says how many, from the last, are offloaded.
+    """Return the footprint of each unit; the candidate sets how many of the last are offloaded.
 
     ``rank`` None: the one that has the most; see Note [The largest rank].
 
-    **Cost** 0.1 ms for a dozen parameters; equal units are weighed once.
+    **Cost** 0.1 ms for a dozen parameters; equal units are computed once.
     """
     stay = candidate.offload.num_staying([unit.numel for unit in units])
-    plain, weights = candidate.at_rest, []
+    state_key = candidate.state_key
+    weights = []
     for number, (unit, owners) in enumerate(
         zip(units, _owners_in(units, candidate, rank), strict=True)
     ):
@@ -368,12 +400,12 @@ def weigh(
             for p, owner in zip(unit.params, owners, strict=True)
         )
         num_shards = int(candidate.num_shards * (unit.experts_over or 1))
-        weights.append(_footprint(params, plain, num_shards, number >= stay, rank or 0))
+        weights.append(_footprint(params, state_key, num_shards, number >= stay, rank or 0))
     return weights
 
 
 def _fetch_staging(memory: Memory) -> int:
-    """Return what a fetch takes on the device to be cast there: one piece, and the next one."""
+    """Return the bytes on the device for casting fetched slices: one piece and the next one."""
     if not memory.casts or memory.wire is not None:
         return 0
     pieces = [segment.share_numel(memory.rank) for segment in memory.layout.segments]
@@ -392,13 +424,14 @@ def _padding(memory: Memory) -> int:
 def _owners_in(
     units: Sequence[TapeUnit], candidate: Candidate, rank: int | None
 ) -> list[list[int | None]]:
-    """Return who owns each parameter, as `layout.placements` has it; the rank with most may be 0.
+    """Return the owner of each parameter, as `layout.placements` has it.
 
-    Pieces of tensors have no owner; nor have experts, which have other axes.
+    With ``rank`` None, the rank that owns the most is numbered 0. Pieces of tensors and experts,
+    which have other axes, have no owner.
     """
-    found: list[list[int | None]] = [[None] * len(unit.params) for unit in units]
+    owners_of: list[list[int | None]] = [[None] * len(unit.params) for unit in units]
     if candidate.layout != "matrices" or candidate.tp > 1:
-        return found
+        return owners_of
     places = [
         (number, place)
         for number, unit in enumerate(units)
@@ -413,5 +446,5 @@ def _owners_in(
     most = loads.index(max(loads)) if rank is None else 0
     swapped = {0: most, most: 0}
     for (number, place), owner in zip(places, owners, strict=True):
-        found[number][place] = swapped.get(owner, owner)
-    return found
+        owners_of[number][place] = swapped.get(owner, owner)
+    return owners_of

@@ -1,9 +1,8 @@
-"""Bytes that one collective of the engine sends, stages and moves, on either transport.
+"""Messages of the engine's collectives: bytes sent, staged and moved, on either transport.
 
-`comm.shares` says which elements each rank sends, which travel together and which need no memory,
-here and for the transports. ``on_cpu`` means sends and receives, see `comm.point_to_point`;
-otherwise the transport is `comm.coalesced`. The passes of encoding and decoding are those of
-`comm.codes` over float32, a few elements at a time.
+`comm.shares` decides, for plans and for the transports, which elements each rank sends, which share
+a message and which need no memory. With ``on_cpu`` the transport is `comm.point_to_point`, without
+it `comm.coalesced`. Encoding and decoding pass over float32, a few elements at a time.
 """
 
 from collections.abc import Sequence
@@ -31,7 +30,7 @@ from shardwise.layout.wire import (
 from shardwise.precisions import GATHER_BITS, Coding
 
 _FLOAT, _BF16 = 4, 2
-_RANKS_APART = 64  # of more ranks, each of the others is taken to be sent their mean
+_MOST_EXACT_RANKS = 64  # with more, each message counts as their mean
 
 
 class Parcels(NamedTuple):
@@ -46,11 +45,12 @@ class Parcels(NamedTuple):
 class Message(NamedTuple):
     """One collective of a unit, or what a unit adds to the collective of a bucket.
 
-    ``staging`` are buffers held until it is waited for, ``before`` and ``after`` bytes that are
-    moved on the device to pack, cast, encode or copy, and to unpack, decode or sum; ``packing`` and
-    ``summing`` the most memory that these take beside the buffers. ``num_messages`` 0: nothing to
-    send. ``small`` is (count, bytes) per peer of what shares a message with other small tensors.
-    ``parcels`` are those of a reduction that may be encoded; `whole` adds their bytes.
+    ``staging`` are buffers that are held until the collective ends. ``before`` are bytes that are
+    moved on the device to pack, cast, encode or copy, ``after`` to unpack, decode or sum.
+    ``packing`` and ``summing`` are the most memory that this takes beside the buffers.
+    ``num_messages`` 0: nothing is sent. ``small`` is (count, bytes) per peer of tensors that share
+    a message with other small ones. ``parcels`` are those of a reduction that may be encoded;
+    `pack` adds their bytes.
     """
 
     payload: int = 0
@@ -68,7 +68,7 @@ class Message(NamedTuple):
 def merge(messages: Sequence[Message]) -> Message:
     """Describe the one collective that several units or segments share.
 
-    Small tensors for one peer travel together, and so do parcels: `whole` packs them.
+    Small tensors for one peer share a message, and so do parcels; `pack` packs them.
     """
     if len(messages) == 1:
         return messages[0]
@@ -79,26 +79,29 @@ def merge(messages: Sequence[Message]) -> Message:
     parcels = [m.parcels for m in messages if m.parcels is not None]
     merged = None
     if parcels:
-        by_rank = zip(*(each.sizes for each in parcels), strict=True)
+        by_rank = zip(*(one.sizes for one in parcels), strict=True)
         sizes = tuple(MessageSize(*map(sum, zip(*rank, strict=True))) for rank in by_rank)
-        has_codes = any(each.has_codes for each in parcels)
+        has_codes = any(one.has_codes for one in parcels)
         merged = parcels[0]._replace(sizes=sizes, has_codes=has_codes)
     return Message(
-        sum(m.payload for m in messages),
-        sum(m.sent for m in messages),
-        sum(m.num_messages for m in messages),
-        sum(m.staging for m in messages),
-        sum(m.before for m in messages),
-        sum(m.after for m in messages),
-        max((m.packing for m in messages), default=0),
-        max((m.summing for m in messages), default=0),
-        tuple(small),
-        merged,
+        payload=sum(m.payload for m in messages),
+        sent=sum(m.sent for m in messages),
+        num_messages=sum(m.num_messages for m in messages),
+        staging=sum(m.staging for m in messages),
+        before=sum(m.before for m in messages),
+        after=sum(m.after for m in messages),
+        packing=max((m.packing for m in messages), default=0),
+        summing=max((m.summing for m in messages), default=0),
+        small=tuple(small),
+        parcels=merged,
     )
 
 
-def whole(message: Message) -> Message:
-    """Describe a collective as it is sent: small tensors packed, one alone is not; or parcels."""
+def pack(message: Message) -> Message:
+    """Describe a collective as it is sent, with parcels or small tensors in shared messages.
+
+    A single small tensor is sent without packing.
+    """
     if message.parcels is None:
         return message._replace(
             staging=message.staging + sum(size for count, size in message.small if count > 1),
@@ -106,14 +109,15 @@ def whole(message: Message) -> Message:
             small=(),
         )
     sizes, num_ranks, on_cpu, _ = message.parcels
-    own, *others = (size.num_bytes for size in sizes)
-    sent, received = sum(others) * (num_ranks - 1) // max(len(others), 1), own * (num_ranks - 1)
+    local, *others = (size.num_bytes for size in sizes)
+    sent = sum(others) * (num_ranks - 1) // max(len(others), 1)
+    received = local * (num_ranks - 1)
     return message._replace(
-        payload=sent + own,
+        payload=sent + local,
         sent=sent,
         num_messages=(num_ranks - 1 if on_cpu else 1) if sent else 0,
-        staging=message.staging + sent + own + received,
-        # Arriving parcels have memory only after all parcels are encoded.
+        staging=message.staging + sent + local + received,
+        # Memory for received parcels is allocated after all parcels are encoded.
         packing=max(message.packing - received, 0),
     )
 
@@ -123,8 +127,8 @@ def gather_message(
 ) -> Message:
     """Describe an all-gather of (segment, element size, in place).
 
-    Sends go out at once, so the rank with the most decides how long an uneven one takes: the
-    payload is that of an even one. Broadcasts from owners follow one another.
+    All ranks send at once, so the rank with the most bytes decides the duration: the payload counts
+    as many bytes for every rank. Broadcasts from owners follow one another.
     """
     if not on_cpu:
         sent = sum(s.share_numel(0) * size for s, size, _ in items) * (num_ranks - 1)
@@ -134,14 +138,14 @@ def gather_message(
     payload = most * num_ranks
     owned = [s.bounds(0)[1] * size for s, size, _ in items]
     small = gathered_together([s.shard_numel * size for s, size, _ in items])
-    num_messages = sum(own > 0 for n, own in enumerate(owned) if n not in small)
+    num_messages = sum(size > 0 for n, size in enumerate(owned) if n not in small)
     filled = sum(items[n][0].numel * items[n][1] for n in small)  # of all ranks
     packed = sum(owned[n] for n in small)
-    copied = sum(own for own, item in zip(owned, items, strict=True) if not item[2])
+    copied = sum(size for size, item in zip(owned, items, strict=True) if not item[2])
     return Message(
         payload,
-        sum(owned) * (num_ranks - 1),
-        (num_messages + (packed > 0)) * (num_ranks - 1),
+        sent=sum(owned) * (num_ranks - 1),
+        num_messages=(num_messages + (packed > 0)) * (num_ranks - 1),
         staging=filled,
         before=2 * (copied + packed),
         after=2 * (filled - packed),
@@ -151,14 +155,14 @@ def gather_message(
 def scattered_message(
     segment: Segment, parts: Sequence[tuple[int, int]], num_ranks: int, wire: int, reduce: int
 ) -> Message:
-    """Describe what one segment adds to a reduce-scatter by sends and receives."""
+    """Describe the part of a reduce-scatter by sends and receives that is one segment's."""
     casts = wire != reduce
-    sent = num = own = staging = 0
+    sent = num = local = staging = 0
     small = []
     for rank in range(num_ranks):
         sizes = [(hi - lo) * wire for _, lo, hi in owned_ranges(segment, parts, rank)]
         if rank == 0:
-            own = sum(sizes)
+            local = sum(sizes)
             staging = sum(
                 size
                 for peer in range(1, num_ranks)
@@ -166,20 +170,25 @@ def scattered_message(
                 if not lands_in_mean(size, casts, peer, rank)
             )
             continue
-        together = [size for size in sizes if is_small(size)]
+        small_sizes = [size for size in sizes if is_small(size)]
         sent += sum(sizes)
-        num += len(sizes) - len(together)
-        small.append((len(together), sum(together)))
-    after = own * num_ranks + own // wire * reduce
-    payload = sum(n for _, n in parts) * wire
-    summing = min(segment.share_numel(0), BLOCK_NUMEL) * reduce * casts
-    return Message(payload, sent, num, staging, 0, after, 0, summing, tuple(small))
+        num += len(sizes) - len(small_sizes)
+        small.append((len(small_sizes), sum(small_sizes)))
+    return Message(
+        payload=sum(n for _, n in parts) * wire,
+        sent=sent,
+        num_messages=num,
+        staging=staging,
+        after=local * num_ranks + local // wire * reduce,
+        summing=min(segment.share_numel(0), BLOCK_NUMEL) * reduce * casts,
+        small=tuple(small),
+    )
 
 
 def packed_message(
     segment: Segment, parts: Sequence[tuple[int, int]], num_ranks: int, wire: int, reduce: int
 ) -> Message:
-    """Describe what one segment adds to a coalesced reduce-scatter."""
+    """Describe the part of a coalesced reduce-scatter that is one segment's."""
     if segment.owner is not None:
         return _message_to_owner(segment, num_ranks, wire, reduce)
     full = segment.shard_numel * num_ranks
@@ -187,37 +196,55 @@ def packed_message(
     sent = segment.shard_numel * reduce * (num_ranks - 1)
     divided = 2 * segment.shard_numel * reduce
     if goes_as_it_lies(numels, full, wire != reduce):
-        return Message(full * reduce, sent, 1, 0, 0, divided)
+        return Message(full * reduce, sent, num_messages=1, after=divided)
     zeros = full * reduce if sum(numels) < full else 0
-    moved = sum(numels) * (wire + reduce) + zeros
-    return Message(full * reduce, sent, 1, full * reduce, moved, divided)
+    return Message(
+        payload=full * reduce,
+        sent=sent,
+        num_messages=1,
+        staging=full * reduce,
+        before=sum(numels) * (wire + reduce) + zeros,
+        after=divided,
+    )
 
 
 def _message_to_owner(segment: Segment, num_ranks: int, wire: int, reduce: int) -> Message:
-    """Describe a reduction to one rank, which casts its addend into the mean, as rank 0 sees it."""
-    numel, mine = segment.numel, segment.share_numel(0)
+    """Describe rank 0's part of a reduction to one rank, which casts its addend into the mean."""
+    numel, is_owner = segment.numel, segment.share_numel(0) > 0
     if num_ranks == 1:
         return Message(numel * reduce, after=numel * (wire + reduce))
-    if mine:
-        return Message(numel * reduce, 0, 1, 0, numel * (wire + reduce), 2 * numel * reduce)
-    cast = numel * reduce if wire != reduce else 0
-    return Message(numel * reduce, numel * reduce, 1, cast, cast and numel * (wire + reduce))
+    if is_owner:
+        return Message(
+            payload=numel * reduce,
+            num_messages=1,
+            before=numel * (wire + reduce),
+            after=2 * numel * reduce,
+        )
+    casts = wire != reduce
+    return Message(
+        payload=numel * reduce,
+        sent=numel * reduce,
+        num_messages=1,
+        staging=numel * reduce if casts else 0,
+        before=numel * (wire + reduce) if casts else 0,
+    )
 
 
 def replica_message(
     numel: int, size: int, ranks: int, on_cpu: bool, encoded: Message | None = None
 ) -> Message:
-    """Describe `Comm.all_reduce` of one flat buffer over the replicate axis, rank 0 of it.
+    """Describe rank 0's part of `Comm.all_reduce` of a flat buffer over the replicate axis.
 
-    It is the two others, one after the other, through a share beside the buffer, and through a
-    padded copy of it where shares must be even. ``encoded`` is the first of them, if it is encoded.
+    It is a reduce-scatter into a share beside the buffer, then an all-gather. If shares must be
+    even, both run on a padded copy of the buffer. ``encoded`` is the reduce-scatter, if it is
+    encoded.
     """
     segment = even_segment(numel, ranks)
     share = segment.bounds(0)[1] * size
     padded = 0 if on_cpu or segment.shard_numel * ranks == numel else segment.shard_numel * ranks
     describe = scattered_message if on_cpu else packed_message
     reduced = encoded or describe(segment, [(0, padded or numel)], ranks, size, size)
-    reduced, gathered = whole(reduced), gather_message([(segment, size, True)], ranks, on_cpu)
+    reduced, gathered = pack(reduced), gather_message([(segment, size, True)], ranks, on_cpu)
     return reduced._replace(
         payload=(reduced.payload + gathered.payload) // 2 if encoded else reduced.payload,
         sent=reduced.sent + gathered.sent,
@@ -232,12 +259,12 @@ def replica_message(
 
 
 def coded_mean_message(numel: int, ranks: int, block: int, on_cpu: bool) -> Message:
-    """Describe `codes.means.coded_mean` of float32 elements in int8: a mean, then its bytes."""
+    """Describe `codes.means.coded_mean` of float32 elements in int8: a reduction, then a gather."""
     share = share_numel(numel, ranks, block)
     coding = Coding("int8", block)
     segment = even_segment(share * ranks, ranks)
     parts = [Slice(0, share * ranks, _FLOAT, coding)]
-    reduced = whole(parcelled_message([(segment, parts)], ranks, on_cpu))
+    reduced = pack(parcelled_message([(segment, parts)], ranks, on_cpu))
     box = share + share // block * SCALE_BYTES
     gathered = gather_message([(even_segment(box * ranks, ranks), 1, True)], ranks, on_cpu)
     return reduced._replace(
@@ -250,8 +277,12 @@ def coded_mean_message(numel: int, ranks: int, block: int, on_cpu: bool) -> Mess
 
 
 # -- encoded collectives
-def coding_message(memory: Memory, on_cpu: bool, is_away: bool) -> Message:
-    """Describe the coding in a gather of one storage, whose slices are encoded where they rest."""
+def coding_message(memory: Memory, on_cpu: bool, is_offloaded: bool) -> Message:
+    """Describe the encoding and decoding in a gather of one storage.
+
+    Slices are encoded in the memory in which they are kept, so off the device if the unit
+    ``is_offloaded``.
+    """
     wire = memory.wire
     if wire is None:
         return Message()
@@ -261,16 +292,17 @@ def coding_message(memory: Memory, on_cpu: bool, is_away: bool) -> Message:
     casts = memory.master_size != _FLOAT
     encoded = max(memory.own_numel, 1) * _encoded_bytes(wire.coding, memory.master_size)
     size = memory.full_size
-    apart = _FLOAT + size if on_cpu and size != _FLOAT else 0  # cast once, in the end
-    decoded = numel * (3 * (_FLOAT if apart else size) + apart) + numel * bits // 8
+    casts_once = on_cpu and size != _FLOAT  # after all is decoded to float32
+    decoded = numel * (3 * (_FLOAT if casts_once else size)) + numel * bits // 8
+    decoded += numel * (_FLOAT + size) if casts_once else 0
     largest = (min(n, most) * _FLOAT for n in wire.largest_runs(0))
     encoding, decoding = next(largest) * (1 + casts), next(largest)
     halves = decoding // 2 if on_cpu and wire.coding.format == "fp8" else 0
     return Message(
         staging=wire.num_bytes,
-        before=0 if is_away else int(encoded),
+        before=0 if is_offloaded else int(encoded),
         after=decoded,
-        packing=max(decoding * bool(apart) + halves, 0 if is_away else encoding),
+        packing=max(decoding * casts_once + halves, 0 if is_offloaded else encoding),
     )
 
 
@@ -278,7 +310,7 @@ def _encoded_bytes(coding: Coding, size: int) -> float:
     """Return the bytes that are moved to encode one element of ``size`` bytes."""
     casts = size != _FLOAT
     roundings = 0 if coding.format == "fp8" else 2 * _FLOAT
-    # read to magnitudes, to their largest, to quotients, rounded, and to codes
+    # Reads for magnitudes, for their maximum, for quotients, for rounding, and for codes.
     passes = (size + _FLOAT) * casts + 2 * _FLOAT + _FLOAT + 2 * _FLOAT + roundings
     return passes + _FLOAT + GATHER_BITS[coding.format] / 8
 
@@ -286,11 +318,12 @@ def _encoded_bytes(coding: Coding, size: int) -> float:
 def parcelled_message(
     segments: Sequence[tuple[Segment, Sequence[Slice]]], num_ranks: int, on_cpu: bool
 ) -> Message:
-    """Describe an encoded reduction of slices of segments over ``num_ranks``, as rank 0 sees it.
+    """Describe rank 0's part of an encoded reduction of slices of segments over ``num_ranks``.
 
     **Cost** a few microseconds for each slice and rank.
     """
-    sizes, own = list[MessageSize](), list[Slice]()
+    sizes: list[MessageSize] = []
+    received: list[Slice] = []
     before, packing, largest = 0.0, 0, 0
     most = ON_CPU_AT_A_TIME if on_cpu else AT_A_TIME
     ranges = [ranges_of(parts) for _, parts in segments]
@@ -301,9 +334,10 @@ def parcelled_message(
             for number, lo, hi in owned_ranges(segment, inside, rank)
             for part in [parts[number]]
         ]
-        own = slices if rank == 0 else own
+        if rank == 0:
+            received = slices
         sizes.append(size_of(slices))
-        largest = max([largest, *(each.hi - each.lo for each in slices if each.codes)])
+        largest = max([largest, *(part.hi - part.lo for part in slices if part.codes)])
     parts = [part for _, parts in segments for part in parts]
     for part in parts:
         numel = part.hi - part.lo
@@ -312,18 +346,18 @@ def parcelled_message(
             packing = min(largest, most) * _FLOAT * (1 + (part.size != _FLOAT))
         else:
             before += numel * (part.size + _wire_size(part))
-    if num_ranks > _RANKS_APART:
+    if num_ranks > _MOST_EXACT_RANKS:
         others = zip(*sizes[1:], strict=True)
-        sizes = [sizes[0], MessageSize(*(-(-sum(each) // (num_ranks - 1)) for each in others))]
+        sizes = [sizes[0], MessageSize(*(-(-sum(field) // (num_ranks - 1)) for field in others))]
     after, summing = 0.0, 0
-    for each in own:
-        numel = each.hi - each.lo
-        if each.codes is None:
-            casts = on_cpu and num_ranks > 1 and each.size != _FLOAT
-            size, held = float(each.size), min(numel, BLOCK_NUMEL) * _FLOAT * casts
+    for part in received:
+        numel = part.hi - part.lo
+        if part.codes is None:
+            casts = on_cpu and num_ranks > 1 and part.size != _FLOAT
+            size, held = float(part.size), min(numel, BLOCK_NUMEL) * _FLOAT * casts
         else:
-            size = 3 * _FLOAT + GATHER_BITS[each.codes.format] / 8
-            halves = _BF16 * (on_cpu and each.codes.format == "fp8")
+            size = 3 * _FLOAT + GATHER_BITS[part.codes.format] / 8
+            halves = _BF16 * (on_cpu and part.codes.format == "fp8")
             held = min(numel, most) * (_FLOAT + halves)
         summing = max(summing, held)
         after += numel * (num_ranks * size + (num_ranks - 1) * 3 * _FLOAT + 2 * _FLOAT)

@@ -1,22 +1,25 @@
-"""State and inputs of blocks on the host or in files, and their copies, in numbers only.
+"""Bytes and copies of offloaded state and of offloaded inputs of blocks.
 
 Note [Offloading as planned]
-The engine's layout (`unit.home`): of offloaded units the masters rest where parameters do,
-on the host where these are to stay on the device, with memory for the reduced gradients beside
-them. A gather fetches the masters, which are cast on the device; where parameters are to stay, the
-first gather after a step fetches a copy of the slices, and the others read that. Gradients leave
-the device as soon as they are reduced. Each unit's step follows, on the host's cores or, in loads
-of a fixed size, on the device. State in files is read before the unit's step and written after it,
-through three buffers; slices in files are read for each fetch, as if none were
-in the page cache. Papers keep slices in the computing dtype where parameters rest, and fetch those;
-their masters rest with the optimizer's state (``keeps_compute_shard``).
+The plan follows the engine's layout (`offload.home`). The masters of offloaded units are kept in
+the tier of the parameters; if that is the device, on the host. Reduced gradients have memory there
+too. A gather fetches the masters, which are cast on the device. If parameters stay on the device,
+the first gather after a step fetches a copy of the slices, and later gathers read the copy.
+
+Gradients leave the device as soon as they are reduced. Each unit's step follows, on the host's
+cores or, in loads of a fixed size, on the device. State in files is read before the unit's step and
+written after it, through three buffers. Slices in files are read for each fetch, as if none were in
+the page cache.
+
+In the published setups (``keeps_compute_shard``) the slices in the compute dtype are offloaded and
+fetched, and the masters are kept with the optimizer's state.
 
 Note [Inputs as planned]
-As in `offload.activations`, a block's input is copied to the host while the next block
-computes, and its memory freed when the one after that begins; the last block's stays. In backward
-the input of the block before is fetched while a block is computed again. So two are on the device
-beside what a block makes. The host has a place for each of the others, for every micro-batch that
-a pipeline has in flight.
+As in `offload.activations`, a block's input is copied to the host while the next block computes.
+Its memory is freed when the block after that begins; the last block's input stays on the device. In
+backward, while a block is computed again, the input of the previous block is fetched. So the device
+holds two inputs beside what a block makes. The host has a place for each of the others, for every
+micro-batch that a pipeline has in flight.
 """
 
 from collections import Counter
@@ -32,98 +35,109 @@ from shardwise.plan.candidate import Candidate
 from shardwise.plan.model.tape import Cost, Tape, Visit
 from shardwise.plan.sizes import DTYPE_BYTES, OPTIMIZERS, DtypeName
 from shardwise.plan.step.footprint import Footprint
-from shardwise.plan.step.program import Away, Recorder
+from shardwise.plan.step.program import OffDeviceBytes, StepRecorder
 
 
 class Offloading:
-    """The offloading of one candidate; does nothing for units that are on the device."""
+    """The offloading of one candidate. Units that stay on the device are left out."""
 
     def __init__(self, candidate: Candidate) -> None:
-        offload, self._row = candidate.offload, candidate.dtypes
+        offload = candidate.offload
         self._candidate = candidate
+        self._dtypes = candidate.dtypes
         self._optimizer = OPTIMIZERS[candidate.optimizer]
-        self._papers = self._row.keeps_compute_shard
-        self._params, self._grads = tier_of(offload.params), tier_of(offload.grads)
-        masters = tier_of(offload.optimizer if self._papers else offload.params)
+        self._keeps_compute_shard = self._dtypes.keeps_compute_shard
+        # The tier of each kind of state.
+        self._params = tier_of(offload.params)
+        self._grads = tier_of(offload.grads)
+        masters = tier_of(offload.optimizer if self._keeps_compute_shard else offload.params)
         self._masters = "cpu" if masters == "device" else masters
         self._state = tier_of(offload.optimizer)
-        if not (self._optimizer.by or self._papers) and self._state == "nvme":
+        if not (self._optimizer.by or self._keeps_compute_shard) and self._state == "nvme":
             self._state = "cpu"
         self.steps_on_device = offload.step_on == "device" and bool(self._optimizer.by)
-        self._arrived: dict[int, int] = {}  # the operation after which a unit's gradients are there
+        # By unit: the operation after which its reduced gradients are in their tier.
+        self._grads_stored: dict[int, int] = {}
 
-    # -- what lies where
+    # -- bytes by tier
     def staging_bytes(self, weights: Sequence[Footprint], root_comes_last: bool) -> int:
-        """Return the buffers on the device that state passes, if it is stepped there.
+        """Return the bytes of the buffers on the device for offloaded state that is stepped there.
 
-        Each is as large as the largest load that had its turn. The first step goes by the order of
-        the optimizer's parameters; torch's make their state there on the device, so its loads are
-        smaller.
+        Loads take turns in the buffers, and each buffer is as large as its largest load. The first
+        step goes through the parameters in the optimizer's order. Torch's optimizers make their
+        state in it, on the device, so its loads are smaller.
         """
         if not self.steps_on_device:
             return 0
         by_optimizer = [*weights[1:], weights[0]] if root_comes_last else weights
-        first = [*self._loads(by_optimizer, has_state=self._optimizer.by == "own")]
-        later = [*self._loads(weights, has_state=True)]
+        first = list(self._loads(by_optimizer, has_state=self._optimizer.by == "own"))
+        later = list(self._loads(weights, has_state=True))
         buffers = [0] * LOADS
         for number, num_bytes in enumerate(first + later * LOADS):
             buffers[number % LOADS] = max(buffers[number % LOADS], num_bytes)
         return sum(buffers)
 
     def _loads(self, weights: Sequence[Footprint], has_state: bool) -> Iterator[int]:
-        """Yield what each load takes of a buffer."""
+        """Yield the bytes that each load takes of a buffer."""
         known: dict[tuple[tuple[int, DtypeName], ...], list[int]] = {}  # layers have equal keys
-        for updated in (tuple(w.updated) for w in weights if w.is_away):
+        for updated in (tuple(w.updated) for w in weights if w.is_offloaded):
             if updated not in known:
-                slices = [(n, self._brought(n, master, has_state)) for n, master in updated]
+                slices = [(n, self._read_bytes(n, master, has_state)) for n, master in updated]
                 rows = [(n, sum(parts) // max(n, 1), 0) for n, parts in slices]
                 loads = known[updated] = []
                 for load in cut(rows, ROW if self._optimizer.by == "own" else MULTIPLE):
                     pieces = (
-                        self._brought(hi - lo, updated[row][1], has_state) for row, lo, hi in load
+                        self._read_bytes(hi - lo, updated[row][1], has_state)
+                        for row, lo, hi in load
                     )
                     loads.append(sum(room_of(part) for parts in pieces for part in parts))
             yield from known[updated]
 
-    def _brought(self, numel: int, master: DtypeName, has_state: bool = True) -> tuple[int, ...]:
-        """Return what a step of so many elements reads: gradient, master, parts of the state."""
-        grad = DTYPE_BYTES[self._row.reduce if self._papers else master]
-        stored = numel * DTYPE_BYTES[master], *self._optimizer.parts(numel, master)
-        return numel * grad, *(stored if has_state else stored[:1])
+    def _read_bytes(self, numel: int, master: DtypeName, has_state: bool = True) -> tuple[int, ...]:
+        """Return the bytes that a step of so many elements reads, of each tensor.
 
-    def away(self, weights: Sequence[Footprint], num_reductions: int) -> dict[str, Away]:
-        """Return what lies on the host ("cpu") and in files ("nvme"), but for activations.
-
-        ``num_reductions`` are those of a step: the means of all but the first one are memory that
-        is made for them. Of buffers each kind of files has its own, as large as its largest unit's.
+        The tensors are the gradient, the master, and the parts of the state.
         """
-        found = {"cpu": Counter[str](), "nvme": Counter[str]()}
+        grad = numel * DTYPE_BYTES[self._dtypes.reduce if self._keeps_compute_shard else master]
+        parts = self._optimizer.parts(numel, master) if has_state else ()
+        return grad, numel * DTYPE_BYTES[master], *parts
+
+    def off_device_bytes(
+        self, weights: Sequence[Footprint], num_reductions: int
+    ) -> dict[str, OffDeviceBytes]:
+        """Return the bytes on the host ("cpu") and in files ("nvme"), without activations.
+
+        ``num_reductions`` are those of a step: reduced gradients of all but the first one are in
+        memory that is allocated for them. Files of state and files of slices have separate buffers,
+        each as large as the file of the largest unit.
+        """
+        lines = {"cpu": Counter[str](), "nvme": Counter[str]()}
         state_files, slices = [0], [0]
-        for weight in (w for w in weights if w.is_away):
-            found[self._masters]["param_shards"] += weight.shard_bytes
-            if self._papers and self._params != "device":
-                found[self._params]["param_shards"] += weight.compute_shard_bytes
-            found[self._grads]["grad_shards"] += weight.means_bytes
-            found[self._grads]["more_grads"] += weight.means_bytes * (num_reductions > 1)
+        for weight in (w for w in weights if w.is_offloaded):
+            lines[self._masters]["param_shards"] += weight.shard_bytes
+            if self._keeps_compute_shard and self._params != "device":
+                lines[self._params]["param_shards"] += weight.compute_shard_bytes
+            lines[self._grads]["grad_shards"] += weight.means_bytes
+            lines[self._grads]["more_grads"] += weight.means_bytes * (num_reductions > 1)
             counters = self._optimizer.counter_bytes * len(weight.updated)
-            found["cpu"]["optimizer_state"] += counters + weight.outer_bytes
-            found[self._state]["optimizer_state"] += weight.state_bytes - counters
+            lines["cpu"]["optimizer_state"] += counters + weight.outer_bytes
+            lines[self._state]["optimizer_state"] += weight.state_bytes - counters
             state_files.append(self._file_bytes(weight))
             slices.append(weight.largest_shard)
         if self._state == "nvme":
-            found["cpu"]["disk_buffers"] += NUM_BUFFERS * max(state_files)
+            lines["cpu"]["disk_buffers"] += NUM_BUFFERS * max(state_files)
         if self._masters == "nvme":
-            found["cpu"]["disk_buffers"] += NUM_BUFFERS * align(max(slices))
-        behind, in_memory = self._checkpoint_copies(weights)
-        in_files = any(w.is_away for w in weights) and "nvme" in (self._masters, self._state)
-        found["nvme" if in_files else "cpu"]["checkpoint_copies"] += behind
-        found["cpu"]["checkpoint_copies"] += in_memory
-        return {place: Away(**lines) for place, lines in found.items()}
+            lines["cpu"]["disk_buffers"] += NUM_BUFFERS * align(max(slices))
+        background, in_memory = self._checkpoint_copies(weights)
+        in_files = any(w.is_offloaded for w in weights) and "nvme" in (self._masters, self._state)
+        lines["nvme" if in_files else "cpu"]["checkpoint_copies"] += background
+        lines["cpu"]["checkpoint_copies"] += in_memory
+        return {tier: OffDeviceBytes(**num_bytes) for tier, num_bytes in lines.items()}
 
     def _checkpoint_copies(self, weights: Sequence[Footprint]) -> tuple[int, int]:
-        """Return the bytes of the copy that is written in the background, and of those in memory.
+        """Return the bytes of the copy for a background write, and of the copies in memory.
 
-        Replicas share what they write, about evenly: tensor by tensor.
+        Replicas divide the writing among them by tensors, so about evenly.
         """
         candidate = self._candidate
         if not (candidate.save_every or candidate.memory_every):
@@ -138,63 +152,72 @@ class Offloading:
         return regions_of([part for part in parts if part]).num_bytes
 
     # -- copies
-    def fetch(self, num_bytes: int, read_bytes: int, unit: int, recorder: Recorder) -> None:
-        """Bring so many bytes of a unit's slices to the device for a gather, from so many."""
-        after = recorder.inputs
-        if (self._params if self._papers else self._masters) == "nvme":
+    def fetch(self, num_bytes: int, read_bytes: int, unit: int, recorder: StepRecorder) -> None:
+        """Copy ``num_bytes`` of a unit's slices to the device for a gather.
+
+        ``read_bytes`` are those to read first, if the slices are in files.
+        """
+        after = recorder.compute_dependencies
+        if (self._params if self._keeps_compute_shard else self._masters) == "nvme":
             after = (recorder.transfer("disk_read", read_bytes, unit, ()),)
-        recorder.before_collective(recorder.transfer("to_device", num_bytes, unit, after))
+        recorder.delay_next_collective(recorder.transfer("to_device", num_bytes, unit, after))
 
-    def send_grads(self, weight: Footprint, unit: int, recorder: Recorder) -> None:
-        """Copy a unit's reduced gradients to their place.
+    def send_grads(self, weight: Footprint, unit: int, recorder: StepRecorder) -> None:
+        """Copy a unit's reduced gradients to their tier.
 
-        Those of a window's further micro-batches are added to the first by the host's cores.
+        If an earlier micro-batch of the window has stored gradients, the host's cores add to them.
         """
         num_bytes, in_files = weight.means_bytes, self._grads == "nvme"
 
-        def written(op: int) -> int:
+        def write_if_in_files(op: int) -> int:
             return recorder.transfer("disk_write", num_bytes, unit, (op,)) if in_files else op
 
-        arrived = written(recorder.transfer("to_host", num_bytes, unit, recorder.inputs))
-        if unit in self._arrived:
-            after: tuple[int, ...] = arrived, self._arrived[unit]
+        copied = recorder.transfer("to_host", num_bytes, unit, recorder.compute_dependencies)
+        stored = write_if_in_files(copied)
+        if unit in self._grads_stored:
+            after: tuple[int, ...] = stored, self._grads_stored[unit]
             if in_files:
                 after = (recorder.transfer("disk_read", 2 * num_bytes, unit, after),)
-            cost = Cost("memory", self._row.reduce, 0, 3 * num_bytes, 1)
-            arrived = written(recorder.on_cpu((cost,), unit, after))
-        self._arrived[unit] = arrived
+            cost = Cost("memory", self._dtypes.reduce, 0, 3 * num_bytes, 1)
+            stored = write_if_in_files(recorder.compute_on_host((cost,), unit, after))
+        self._grads_stored[unit] = stored
 
-    def step(self, weights: Sequence[Footprint], recorder: Recorder, moved: Sequence[int]) -> None:
-        """Issue the step of the offloaded units, one by one; ``moved``: bytes of each."""
-        ready = recorder.inputs
+    def step(
+        self, weights: Sequence[Footprint], recorder: StepRecorder, moved: Sequence[int]
+    ) -> None:
+        """Issue the steps of the offloaded units; ``moved``: bytes that each step moves."""
+        ready = recorder.compute_dependencies
         for unit, weight in enumerate(weights):
-            if not weight.is_away or not weight.updated:
+            if not weight.is_offloaded or not weight.updated:
                 continue
-            brought = [self._brought(n, master) for n, master in weight.updated]
+            slices = [self._read_bytes(n, master) for n, master in weight.updated]
+            masters = sum(master for _, master, *_ in slices)
             in_files = self._file_bytes(weight) if self._state == "nvme" else 0
-            in_files += sum(each[1] for each in brought) if self._masters == "nvme" else 0
+            in_files += masters if self._masters == "nvme" else 0
             read = in_files + (weight.means_bytes if self._grads == "nvme" else 0)
-            after = [*ready, self._arrived[unit]]
+            after = [*ready, self._grads_stored[unit]]
             if read:
-                after.append(recorder.transfer("disk_read", read, unit, (self._arrived[unit],)))
-            cost = Cost("memory", self._row.master, 0, moved[unit], 1)
+                after.append(recorder.transfer("disk_read", read, unit, after[-1:]))
+            cost = Cost("memory", self._dtypes.master, 0, moved[unit], 1)
             if self.steps_on_device:
-                recorder.wait(recorder.transfer("to_device", sum(map(sum, brought)), unit, after))
-                there = recorder.compute((cost,), unit)
-                stored = sum(sum(each[1:]) for each in brought)
-                stepped = recorder.transfer("to_host", stored, unit, (there,))
+                read_bytes = sum(sum(slice_bytes) for slice_bytes in slices)
+                recorder.wait(recorder.transfer("to_device", read_bytes, unit, after))
+                computed = recorder.compute((cost,), unit)
+                written_bytes = sum(sum(without_grad) for _, *without_grad in slices)
+                stepped = recorder.transfer("to_host", written_bytes, unit, (computed,))
             else:
-                stepped = recorder.on_cpu((cost,), unit, after)
+                stepped = recorder.compute_on_host((cost,), unit, after)
             if in_files:
                 recorder.transfer("disk_write", in_files, unit, (stepped,))
 
 
 # -- inputs of checkpointed blocks
 @dataclass
-class _Input:
-    """One block's input in the micro-batch under way.
+class _BlockInput:
+    """One block's input in the present micro-batch.
 
-    ``ready`` are the operations that made it, ``evicted`` and ``fetched`` those that moved it last.
+    ``ready`` are the operations that made it. ``evicted`` and ``fetched`` are the last copies of it
+    to the host and to the device.
     """
 
     unit: int
@@ -202,26 +225,27 @@ class _Input:
     ready: tuple[int, ...]
     evicted: int | None = None
     fetched: int | None = None
-    is_away: bool = False
+    is_on_host: bool = False
 
 
 class Inputs:
-    """Moves the inputs of one tape's blocks; does nothing where they stay on the device."""
+    """Moves the inputs of one tape's blocks, unless they stay on the device."""
 
-    def __init__(self, tape: Tape, candidate: Candidate, recorder: Recorder) -> None:
+    def __init__(self, tape: Tape, candidate: Candidate, recorder: StepRecorder) -> None:
         self._recorder = recorder
         self._moves = candidate.offload.activations != "device"
         self._tape = tape
-        self._order: list[_Input] = []
+        self._order: list[_BlockInput] = []
         self._is_open = False
         sizes = [e.input_bytes for e in tape.events if isinstance(e, Visit) and e.input_bytes]
-        self._each = sum(sizes[:-1]) if self._moves else 0  # of one micro-batch
-        self.host_bytes = ceil(tape.in_flight) * self._each
+        self._micro_batch_bytes = sum(sizes[:-1]) if self._moves else 0
+        self.host_bytes = ceil(tape.in_flight) * self._micro_batch_bytes
 
     def others(self, micro_batch: int) -> int:
-        """Return the bytes that the tape has on the device for micro-batches beside this one."""
+        """Return the bytes of inputs that the tape books on the device for other micro-batches."""
         is_fewer = micro_batch > 0 and self._tape.first_bytes > 0
-        return round(max(self._tape.in_flight - 1 - is_fewer, 0) * self._each)
+        num_others = max(self._tape.in_flight - 1 - is_fewer, 0)
+        return round(num_others * self._micro_batch_bytes)
 
     def visit(self, visit: Visit, in_backward: bool) -> None:
         """Move inputs before a unit runs, and after the whole model's forward."""
@@ -231,35 +255,42 @@ class Inputs:
             self._is_open = True
         if visit.input_bytes:
             if self._is_open:
-                self._give_up()
-                for each in self._order[-1:]:
-                    args = each.num_bytes, each.unit, each.ready
-                    each.evicted = self._recorder.transfer("to_host", *args)
-            self._order.append(_Input(visit.unit, visit.input_bytes, self._recorder.inputs))
+                self._free_copied()
+                for last in self._order[-1:]:
+                    last.evicted = self._recorder.transfer(
+                        "to_host", last.num_bytes, last.unit, last.ready
+                    )
+            self._order.append(
+                _BlockInput(visit.unit, visit.input_bytes, self._recorder.compute_dependencies)
+            )
         elif visit.kind == "after_forward" and visit.unit == 0 and not in_backward:
-            self._give_up()
+            self._free_copied()
             self._is_open = False
         elif in_backward and visit.kind in ("before_forward", "before_backward"):
-            self._ask(visit.unit)
+            self._fetch(visit.unit)
 
-    def _give_up(self) -> None:
-        for each in self._order:
-            if each.evicted is not None and not each.is_away:
-                self._recorder.wait(each.evicted)
-                self._recorder.add("activations", -each.num_bytes)
-                each.is_away = True
+    def _free_copied(self) -> None:
+        """Wait for the copies to the host, and free their memory on the device."""
+        for block_input in self._order:
+            if block_input.evicted is not None and not block_input.is_on_host:
+                self._recorder.wait(block_input.evicted)
+                self._recorder.add("activations", -block_input.num_bytes)
+                block_input.is_on_host = True
 
-    def _ask(self, unit: int) -> None:
-        """Compute a block again: with its input, while the one before is fetched."""
-        places = [place for place, each in enumerate(self._order) if each.unit == unit]
+    def _fetch(self, unit: int) -> None:
+        """Fetch the inputs of a unit's block and of the previous one; wait for the first."""
+        places = [n for n, block_input in enumerate(self._order) if block_input.unit == unit]
         if not places:
             return
         last = places[-1]
-        for each in self._order[max(last - 1, 0) : last + 1][::-1]:
-            if each.is_away:
-                after = (*self._recorder.inputs, *([] if each.evicted is None else [each.evicted]))
-                args = each.num_bytes, each.unit, after
-                each.fetched = self._recorder.transfer("to_device", *args)
-                self._recorder.add("activations", each.num_bytes)
-                each.is_away = False
+        for block_input in self._order[max(last - 1, 0) : last + 1][::-1]:
+            if block_input.is_on_host:
+                after = self._recorder.compute_dependencies
+                if block_input.evicted is not None:
+                    after += (block_input.evicted,)
+                block_input.fetched = self._recorder.transfer(
+                    "to_device", block_input.num_bytes, block_input.unit, after
+                )
+                self._recorder.add("activations", block_input.num_bytes)
+                block_input.is_on_host = False
         self._recorder.wait(self._order.pop(last).fetched)
