@@ -26,6 +26,7 @@ from shardwise.monitor.doctor.evidence import Evidence  # noqa: E402
 from shardwise.monitor.record import read_run  # noqa: E402
 from training_faults import TRAINING_FAULTS, TRAINING_HEALTHY  # noqa: E402
 
+MEMORY_GROWS = "SW034"
 GROUPS = (
     ("fault", FAULTS | TRAINING_FAULTS),
     ("healthy", HEALTHY | TRAINING_HEALTHY),
@@ -62,6 +63,8 @@ def main():
 
 def run_one(group, name, scenario):
     begun_s = time.monotonic()
+    if scenario.code == MEMORY_GROWS:
+        ranks.close_all()  # memory that an earlier run has freed would hide the growth
     with tempfile.TemporaryDirectory() as output:
         try:
             live = ranks.run_ranks(train, scenario.world_size, output, group, name)[0]

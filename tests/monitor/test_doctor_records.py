@@ -306,7 +306,11 @@ FAULTS = {  # by the code that must be found, and what is wrong
     "SW020 a rank that is late in one step of four": late(5, 0.8, every=4),
     "SW020 garbage collection of a rank": late(3, 0.2, "host/garbage_collections"),
     "SW020 another process on the cores of a rank": run_of(
-        {"host/waits_for_core(s)": OverRanks(0.01, 0.02, 0.4, 1, 2)}, device="cpu"
+        {
+            "host/waits_for_core(s)": OverRanks(0.01, 0.02, 0.4, 1, 2),
+            "comm/waited(ms)": OverRanks(5.0, 380.0, 385.0, 2, 1),
+        },
+        device="cpu",
     ),
     "SW021 a loader of one rank that stalls now and then": late(
         2, 0.9, "time_metrics/data_loading(s)", every=4
@@ -373,6 +377,13 @@ HEALTHY_RUNS = {
             replace(x, late={x.step % 8: Late(1, {"time_metrics/compute(s)": 0.5}, 0.5)})
             for x in run_of().steps
         ),
+    ),
+    "an observer that waits for a core, and no rank for it": run_of(
+        {
+            "host/waits_for_core(s)": OverRanks(0.01, 0.02, 0.4, 1, 2),
+            "comm/waited(ms)": OverRanks(5.0, 8.0, 9.0, 2, 1),
+        },
+        device="cpu",
     ),
     "a scaler that found its scale": with_lines(SkippedSteps(1, 8, 512.0)),
     "it was stopped by an exception that says so": replace(

@@ -242,6 +242,28 @@ def test_tokens_are_the_elements_of_the_first_integers_of_two_dims():
     assert num_tokens((torch.zeros(4, 4, dtype=torch.int64),), {"input_ids": ids}) == 10
 
 
+def observe_steps(rank, world_size, output):
+    torch.manual_seed(0)
+    model = shard(Checkpointed(), stage=2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with observe(model, optimizer, output, detail_every=1):
+        for _ in range(8):
+            model(torch.ones(4, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_comparison_of_ranks_is_a_wait_in_passes_2_4_8(tmp_path):
+    """A rank that is late there was named as one that is waited for: the others were "outside"."""
+    run_ranks(observe_steps, 2, str(tmp_path))
+    waits = {
+        timeline.step
+        for _, timeline in read_run(tmp_path).lines(Timeline, 0)
+        if any(tuple(row[:2]) == (MAIN, "exchange") for row in timeline.spans)
+    }
+    assert {2, 4, 8} <= waits
+
+
 STEPS = 5
 _IN_FILES = ("disk_read", "disk_write")
 

@@ -141,7 +141,7 @@ class RankChecks:
         """Compare the numbers of this pass, unless that has happened."""
         if self._compare_received is None:
             return
-        with self._comm.control.waiting(_EXCHANGE):
+        with self._comm.tracer.span("exchange"), self._comm.control.waiting(_EXCHANGE):
             error = self._compare_received()
         if error is not None:
             raise error
@@ -205,6 +205,12 @@ class RankChecks:
         ]
         if not changed and not is_power:
             return
+        # Ranks wait for the slowest one here, and not in a gather or a reduction.
+        with self._comm.tracer.span("exchange"):
+            self._compare_facts(trained, changed)
+
+    def _compare_facts(self, trained: list[bool], changed: list[str]) -> None:
+        """Compare options of optimizers and what is trained, now."""
         self._exchange_numbers_now()
         more = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
         about = f"{', '.join(changed[:_SHOWN])}{more} here since the last pass" if changed else ""

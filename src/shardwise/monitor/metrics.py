@@ -88,6 +88,7 @@ def step_metrics(spans: Sequence[Span], step_s: float) -> dict[str, float]:
     seconds: dict[str, float] = defaultdict(float)
     comm: dict[str, list[Interval]] = defaultdict(list)
     busy: list[Interval] = []
+    exchanges: list[Interval] = []
     steps: list[Interval] = []
     away: list[Interval] = []  # copies of offloaded state, steps in the background, waits for them
     axes: dict[str, float] = defaultdict(float)
@@ -98,6 +99,8 @@ def step_metrics(spans: Sequence[Span], step_s: float) -> dict[str, float]:
             seconds[phase] += span.seconds
             if phase not in IDLE:
                 busy.append(when)
+            if phase == "exchange":
+                exchanges.append(when)
             if phase in ("step", "wait_step"):
                 (steps if phase == "step" else away).append(when)
         elif "." in line:
@@ -111,10 +114,10 @@ def step_metrics(spans: Sequence[Span], step_s: float) -> dict[str, float]:
             seconds[f"behind {phase}"] += span.seconds
             if phase != "save":
                 away.append(when)
-    whole = [when for kind in comm.values() for when in kind]
     # Small exchanges between ranks, which block, are communication too.
-    comm_s = length(whole) + seconds["exchange"]
-    exposed_s = length_outside(whole, busy) + seconds["exchange"]
+    whole = [*exchanges, *(when for kind in comm.values() for when in kind)]
+    comm_s = length(whole)
+    exposed_s = length_outside(whole, busy)
     found = {name: sum(seconds[p] for p in of) / unit_s for _, name, unit_s, of in PHASES}
     found |= {
         DATA_SHARE: 100 * found[DATA_S] / step_s,

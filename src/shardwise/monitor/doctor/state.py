@@ -162,6 +162,7 @@ def slow_saves(e: Evidence) -> Finding | None:
     longest_s = max((total([line], m.STALL_S) for line in lines), default=0.0)
     if stall_s < _STALL * whole_s or longest_s < _STALL_S:
         return None
+    e.check_cores(stall_s / count_steps(lines), lines=lines)
     behind_s = max(total(lines, m.SAVE_S) - stall_s, 0.0)
     case = "often" if behind_s > _BUSY * whole_s else "copy"
     case = "thread" if behind_s < stall_s else case

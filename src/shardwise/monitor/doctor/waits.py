@@ -292,9 +292,14 @@ def _by_core_waits(e: Evidence) -> Finding | None:
     is_long = most_s >= max(_SKEW * e.step_s, e.noise_s)
     if rank is None or not is_long or most_s < _DOMINATES * usual_s:
         return None
+    late_s = most_s - usual_s
+    # The observer's own thread may wait for a core, and the training not for it.
+    waited_s = (e.typical(m.WAITED_MS, usual) - e.typical(m.WAITED_MS, "min")) / 1e3
+    if waited_s < _EXPLAINS * late_s or e.same_rank(m.WAITED_MS, "min") != rank:
+        return None
     evidence = {"waits for a core, s/step": most_s, "others, s/step": usual_s}
     evidence |= {"share of the step": most_s / e.step_s, "threshold": _SKEW}
-    late_s = most_s - usual_s
+    evidence["others wait for the rank, s/step"] = waited_s
     return _straggler(e, evidence, rank, late_s, "each step", m.CORE_WAIT_S, gain=late_s)
 
 
