@@ -15,8 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 import shardwise
 from ranks import on_ranks, run_ranks
 from shardwise.errors import CheckpointError, CollectiveError, ConfigError, StateError
-from shardwise.processes import fate, own_process
-from shardwise.train.launch import describe_signal
+from shardwise.processes import describe_signal, fate, own_process
 from test_hangs import beats, process_of, record, table_of
 
 
@@ -167,5 +166,6 @@ def test_a_rank_that_has_ended_is_described_by_its_exit_code_or_signal(code, sai
 def test_signals_of_ranks_are_told_apart():
     assert "crashed with SIGSEGV" in describe_signal(signal.SIGSEGV)
     assert "ran out of memory" in describe_signal(signal.SIGKILL)
-    assert describe_signal(signal.SIGTERM) == "was killed by SIGTERM"
+    assert describe_signal(signal.SIGTERM).startswith("was killed by SIGTERM (often: a launcher")
+    assert describe_signal(signal.SIGUSR1) == "was killed by SIGUSR1"
     assert describe_signal(40) == "was killed by signal 40"

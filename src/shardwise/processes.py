@@ -142,32 +142,43 @@ def end_with_parent(number: signal.Signals | None) -> None:
         ctypes.CDLL(None).prctl(_DEATH_SIGNAL, 0 if number is None else int(number))
 
 
+_CRASHES = {
+    "SIGSEGV": "native code read memory that is not its own",
+    "SIGBUS": "a mapped file or shared memory is shorter than it was",
+    "SIGABRT": "native code has ended the process, as gloo does for a message of another size",
+    "SIGILL": "native code is built for another processor",
+    "SIGFPE": "native code divided by zero",
+}
+_USUAL_SENDERS = {
+    "SIGKILL": "often: the machine ran out of memory, a scheduler or a person ended it, or it was "
+    "frozen",
+    "SIGTERM": "often: a launcher, a scheduler or a person ended it",
+    "SIGHUP": "often: its terminal or session ended",
+}
+
+
+def describe_signal(number: int) -> str:
+    """Return how a process has ended by a signal and what often sends it, to end a sentence."""
+    try:
+        name = signal.Signals(number).name
+    except ValueError:  # of real-time signals two have names
+        return f"was killed by signal {number}"
+    if name in _CRASHES:
+        return f"crashed with {name} ({_CRASHES[name]})"
+    hint = f" ({_USUAL_SENDERS[name]})" if name in _USUAL_SENDERS else ""
+    return f"was killed by {name}{hint}"
+
+
 def describe_end(cause: str) -> str:
-    """Return how a process ended, and who usually sends the signal, from a cause of `fate`."""
+    """Return how a process ended, from a cause of `fate`, as the end of a sentence."""
     if not cause:
         return (
-            "how is not known: the host's out-of-memory killer, a scheduler or a person kills it "
-            "with signal 9, a crash is signal 11, 6 or 7, and os._exit tells nothing"
+            "was killed (SIGKILL; often: the machine ran out of memory), crashed in native code, "
+            "or ended by os._exit: which of them is not known"
         )
     if not cause.startswith("signal"):
-        return f"it ended with {cause}, as by os._exit"
-    number = int(cause.split()[1])
-    return f"ended by {cause}{_SENDERS.get(number, '')}"
-
-
-_PEOPLE = "a scheduler or a person sends it"
-_CRASH = "a crash of native code"
-_SENDERS: dict[int, str] = {
-    signal.SIGKILL: f": the host's out-of-memory killer, {_PEOPLE}",
-    signal.SIGTERM: f": a launcher, {_PEOPLE}",
-    signal.SIGHUP: ": the end of its terminal or session sends it",
-    signal.SIGINT: ": Ctrl-C sends it",
-    signal.SIGSEGV: f": {_CRASH}",
-    signal.SIGILL: f": {_CRASH}",
-    signal.SIGFPE: f": {_CRASH}",
-    signal.SIGABRT: f": {_CRASH} that found an error, as gloo does at a message that is too long",
-    signal.SIGBUS: f": {_CRASH} without memory behind an address, as in a full /dev/shm",
-}
+        return f"ended with {cause}, as by os._exit"
+    return describe_signal(int(cause.split()[1]))
 
 
 def _named(number: int) -> str:

@@ -15,7 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from programs import start_program
+from programs import is_running, start_program
+from saving import until
+from shardwise.checkpoint.files import Files
+from shardwise.checkpoint.folder import lock_holder
+from shardwise.checkpoint.memory import ROOT, folder_in_memory
 
 SOAK = Path(__file__).parents[1] / "campaigns" / "soak.py"
 
@@ -76,3 +80,46 @@ def test_power_cuts_in_the_middle_of_a_save_and_after_it_leave_the_old_or_the_ne
         raise
     assert set(found) <= {"A", "B", "B after save had returned"}
     assert found.get("B after save had returned", 0) > 0
+
+
+ORPHANS = """
+import sys, time, torch, torch.distributed as dist
+from pathlib import Path
+import shardwise
+dist.init_process_group("gloo")
+rank, folder = dist.get_rank(), Path(sys.argv[1])
+model = shardwise.shard(torch.nn.Linear(4, 4), stage=3)
+optimizer = torch.optim.AdamW(model.parameters())
+with shardwise.Checkpoints(folder / "saved", model, optimizer, memory_every=1) as checkpoints:
+    for step in range(1, 10000):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        checkpoints.copy_to_memory(step)
+        if step == 3:
+            (folder / f"rank{rank}").touch()
+        ends = torch.tensor([int((folder / "end").exists())])
+        dist.all_reduce(ends)
+        if ends:
+            break
+        time.sleep(0.01)
+dist.destroy_process_group()
+print("went to its end", flush=True)
+"""
+
+
+def test_ranks_of_a_killed_torchrun_tell_it_go_to_their_end_and_leave_nothing(tmp_path):
+    script = tmp_path / "loop.py"
+    script.write_text(ORPHANS)
+    options = ("--standalone", "--nproc-per-node", 2, script, tmp_path)
+    job = start_program(tmp_path, "torch.distributed.run", *options, launches=True)
+    until(lambda: all((tmp_path / f"rank{rank}").exists() for rank in range(2)))
+    ranks = job.ranks
+    os.kill(job.pid, signal.SIGKILL)
+    until(lambda: job.printed()[1].count("has died. Nothing starts or ends this rank") == 2)
+    assert all(f"to end it now: kill {pid}\n" in job.printed()[1] for pid in ranks)
+    (tmp_path / "end").touch()
+    until(lambda: not any(map(is_running, ranks)))
+    assert job.printed()[0].count("went to its end") == 2
+    assert lock_holder(Files(), tmp_path / "saved") is None
+    assert not folder_in_memory(tmp_path / "saved", ROOT).exists()

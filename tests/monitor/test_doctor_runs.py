@@ -128,7 +128,7 @@ def test_a_run_that_died_is_a_critical_finding_with_its_cause(
     assert (finding["code"], finding["severity"]) == ("SW023", "critical")
     assert said in finding["verdict"] and (rank is None or finding["rank"] == rank)
     if how == "killed":  # the signal is known if a rank looked before the process was reaped
-        assert re.search(r"ended by signal 9 \(SIGKILL\): the|how is not known", finding["verdict"])
+        assert re.search(r"it was killed by SIGKILL|is not known", finding["verdict"])
 
 
 def stop(rank, world_size, output, how):

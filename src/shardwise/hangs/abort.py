@@ -76,7 +76,7 @@ from shardwise.hangs.heartbeat import (
     line_of,
     lines_of_main,
 )
-from shardwise.processes import Process, kill_stopped
+from shardwise.processes import Process, kill_stopped, launcher_process
 
 _LOG = logging.getLogger("shardwise")  # on standard error, unless the program says otherwise
 _MAX_RANKS = 256  # that one rank reads: the store must serve all ranks that look
@@ -129,6 +129,7 @@ class Watch(Listener):
         self._has_logged_error = False
         self._stopped: list[Process] = []  # see Note [A stopped rank]
         self._kill_at_s = math.inf
+        self._launcher: Process | None = None  # torchrun's agent, while it lives
         self._explained: BaseException | None = None
         self._hook_before = sys.excepthook
 
@@ -141,6 +142,7 @@ class Watch(Listener):
             Heartbeats(),
             Progress(),
         )  # of this process: it may be a fork
+        self._launcher = launcher_process() if dist.is_torchelastic_launched() else None
         for run in (self._look_regularly, self._look_at_looks):
             self._threads.append(threading.Thread(target=run, name="shardwise-watch", daemon=True))
             self._threads[-1].start()
@@ -251,6 +253,7 @@ class Watch(Listener):
             with self._looked:
                 self._num_begun += 1
             try:
+                self._note_orphan()
                 if dist.is_initialized():
                     self._look_began_s = time.monotonic()
                     self._look()
@@ -265,6 +268,17 @@ class Watch(Listener):
                 with self._looked:
                     self._num_looks = self._num_begun
                     self._looked.notify_all()
+
+    def _note_orphan(self) -> None:
+        """Warn once that torchrun's agent has died: its ranks get no signal, and go on."""
+        if (launcher := self._launcher) is not None and os.getppid() != launcher.pid:
+            self._launcher = None
+            _LOG.warning(
+                "rank %d: its launcher (%s) has died. Nothing starts or ends this rank any more. "
+                "Its loop goes on to its end (`shardwise train` saves and ends); to end it "
+                "now: kill %d",
+                *(dist.get_rank() if dist.is_initialized() else -1, launcher, os.getpid()),
+            )
 
     def _look(self) -> None:
         main = threading.main_thread().ident or 0

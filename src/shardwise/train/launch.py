@@ -30,7 +30,7 @@ from types import FrameType
 from typing import Any, Self
 
 from shardwise import terminal
-from shardwise.processes import end_with_parent
+from shardwise.processes import describe_signal, end_with_parent
 
 INTERRUPTED = 130
 # By default the agent gives ranks that it has started again the store of those before, with their
@@ -38,13 +38,6 @@ INTERRUPTED = 130
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 _SHUTDOWN_TIMEOUT_S = 120
 _LINGER_S = 3
-_CRASHES = {
-    "SIGSEGV": "native code read memory that is not its own",
-    "SIGBUS": "a mapped file or shared memory is shorter than it was",
-    "SIGABRT": "native code has ended the process, as gloo does for a message of another size",
-    "SIGILL": "native code is built for another processor",
-    "SIGFPE": "native code divided by zero",
-}
 
 
 @dataclass(frozen=True)
@@ -125,18 +118,6 @@ def leave(place: RankPlace, rank: int) -> bool:
     if is_here and place.local_rank == 0:
         os.kill(os.getppid(), signal.SIGTERM)
     return is_here
-
-
-def describe_signal(number: int) -> str:
-    """Return how a process has ended by a signal, as the end of a sentence."""
-    try:
-        name = signal.Signals(number).name
-    except ValueError:  # of real-time signals two have names
-        return f"was killed by signal {number}"
-    if name in _CRASHES:
-        return f"crashed with {name} ({_CRASHES[name]})"
-    hint = " (often: the machine ran out of memory, or the rank was frozen)"
-    return f"was killed by {name}{hint if name == 'SIGKILL' else ''}"
 
 
 def launch_local_ranks(arguments: Sequence[str], num_ranks: int, max_restarts: int = 0) -> int:

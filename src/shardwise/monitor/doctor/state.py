@@ -433,9 +433,13 @@ def died(e: Evidence) -> Finding | None:
         ways = defaultdict[str, list[int]](list)
         for rank in named:
             ways[describe_end(causes[rank] or _cause_seen(rank, failed.values()))].append(rank)
-        how = "; ".join(
-            f"{_list_ranks(ranks)} {way}" if len(ways) > 1 else way for way, ranks in ways.items()
-        )
+        who = {
+            way: ("each of " if len(ranks) > 1 else "") + _list_ranks(ranks)
+            for way, ranks in ways.items()
+        }
+        if len(ways) == 1:
+            who = dict.fromkeys(ways, "each" if len(named) > 1 else "it")
+        how = "; ".join(f"{who[way]} {way}" for way in ways)
         verdict = (
             f"{_list_ranks(named)} on {gone[named[0]]} died after step {over} and left no error: "
             f"{how}"
