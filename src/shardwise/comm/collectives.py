@@ -106,6 +106,7 @@ class Comm:
         self.axes = axes
         self.device = device
         self._make_control = make_control
+        self._control: Control | None = None
         self.time = time_of(device)
         self.traffic = Traffic()
         self.tracer = Tracer()
@@ -122,10 +123,16 @@ class Comm:
         """The transport among neighbours on the shard axis: the same as along all of it."""
         return self._transports[self.axes.shard.name]
 
-    @cached_property
+    @property
     def control(self) -> Control:
-        """The small exchanges over all ranks of the axes."""
-        return self._make_control()
+        """The small exchanges over all ranks of the axes, which meet in the first call.
+
+        Python 3.11's `cached_property` has one lock for all models of a process: ranks that are
+        threads would wait for each other inside it.
+        """
+        if self._control is None:
+            self._control = self._make_control()
+        return self._control
 
     def agree_on_number(self) -> None:
         """Take rank 0's count of sharded models as this one's number, for `collective_id`."""
@@ -411,7 +418,10 @@ def make_comm(axes: DataAxes, device: torch.device) -> Comm:
 
 def _transport(axis: Axis, device: torch.device) -> UnitTransport:
     """Return the transport for the backend that serves ``device``."""
-    backend = axis.group._get_backend(torch.device(device.type)).name().lower()
+    try:
+        backend = axis.group._get_backend(torch.device(device.type)).name().lower()
+    except RuntimeError:  # a group of threads, as torch's own tests use
+        return coalesced
     return point_to_point if backend == "gloo" else coalesced
 
 

@@ -7,7 +7,6 @@
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import cached_property
 from typing import Any, NoReturn
 
 import torch
@@ -65,6 +64,8 @@ class Engine:
         )
         self.backward = Backward(comm, rules, self.conditions, self.activations)
         self._num_calls = 0
+        self._everyone: Control | None = None
+        self._known_ranks: list[int] | None = None
         self.units: list[Unit] = []
 
     def take_units(self, units: list[Unit], order: Sequence[int] | None = None) -> None:
@@ -105,22 +106,35 @@ class Engine:
         """Tell whether the engine ignores forward passes now."""
         return self.conditions.is_suspended
 
-    @cached_property
+    @property
     def everyone(self) -> Control:
-        """The control group of all ranks that hold a part of the model."""
-        return self.comm.control if self._all_ranks is None else self.open_control()
+        """The control group of all ranks that hold a part of the model.
+
+        All ranks make the first call together, as it has collectives: see `Comm.control`.
+        """
+        if self._everyone is None:
+            is_one_mesh = self._all_ranks() is None
+            self._everyone = self.comm.control if is_one_mesh else self.open_control()
+        return self._everyone
 
     def open_control(self) -> Control:
         """Open such a control group for another thread; all ranks call it together."""
-        return control_over(self.comm.axes, self._all_ranks)
+        return control_over(self.comm.axes, self._all_ranks())
 
-    @cached_property
     def _all_ranks(self) -> list[int] | None:
         """All ranks that hold a part of the model, or None if the mesh has them all.
 
         Ranks exchange the ranks that they know, along each axis, twice: another stage may have
-        tensor parallelism even if this one does not. **Cost** two collectives per axis.
+        tensor parallelism even if this one does not.
+
+        **Cost** two collectives per axis, in the first call.
         """
+        if self._known_ranks is None:
+            self._known_ranks = self._exchange_ranks()
+        return self._known_ranks or None
+
+    def _exchange_ranks(self) -> list[int]:
+        """Return the ranks of `_all_ranks`; an empty list if the mesh has them all."""
         units = [unit for mate in self.mates for unit in mate.units]
         cuts = [p.cut for unit in units for p in unit.params if p.has_cut]
         axes = {id(axis.group): axis for cut in cuts for axis in cut.own_axes}
@@ -128,13 +142,13 @@ class Engine:
             axes[id(self.comm.axes.stages.group)] = self.comm.axes.stages
         own = self.comm.axes.mesh.mesh.flatten()
         if not axes:
-            return None
+            return []
         known = torch.zeros(dist.get_world_size(), dtype=torch.uint8, device=self.comm.device)
         known[own] = 1
         for axis in (*axes.values(), *axes.values()):
             known = self.comm.max(known, axis, _RANKS)
         found: list[int] = known.nonzero().flatten().tolist()
-        return None if len(found) == own.numel() else found
+        return [] if len(found) == own.numel() else found
 
     @property
     def is_last_micro_batch(self) -> bool:
