@@ -129,6 +129,7 @@ class Watch(Listener):
         self._has_logged_error = False
         self._stopped: list[Process] = []  # see Note [A stopped rank]
         self._kill_at_s = math.inf
+        self.tells_of_launcher = True  # a loop that ends with its launcher says so itself
         self._launcher: Process | None = None  # torchrun's agent, while it lives
         self._explained: BaseException | None = None
         self._hook_before = sys.excepthook
@@ -273,10 +274,11 @@ class Watch(Listener):
         """Warn once that torchrun's agent has died: its ranks get no signal, and go on."""
         if (launcher := self._launcher) is not None and os.getppid() != launcher.pid:
             self._launcher = None
+            if not self.tells_of_launcher:
+                return
             _LOG.warning(
                 "rank %d: its launcher (%s) has died. Nothing starts or ends this rank any more. "
-                "Its loop goes on to its end (`shardwise train` saves and ends); to end it "
-                "now: kill %d",
+                "Its loop goes on to its end; to end it now: kill %d",
                 *(dist.get_rank() if dist.is_initialized() else -1, launcher, os.getpid()),
             )
 

@@ -38,6 +38,7 @@ from shardwise.device import local_device, reset_peak_memory
 from shardwise.engine.agreement import agree
 from shardwise.engine.api import engine_of
 from shardwise.errors import ConfigError
+from shardwise.hangs.abort import WATCH
 from shardwise.outer import Outer, OuterName, Windows
 from shardwise.parallel.context import ContextParallel
 from shardwise.parallel.experts import spread_experts
@@ -200,6 +201,7 @@ def shard_decoder(config: TrainConfig, axes: Axes, model: nn.Module) -> nn.Modul
         stage = axes["pp"].get_local_rank()
         model = Stage(decoder, stage, axes.pp, axes.tp)
         torch.manual_seed(seed_of(config.seed, stage, "stages"))  # stages draw other weights
+    WATCH.tells_of_launcher = False  # `StopRequest` ends the run with it
     if config.hang_timeout is not None:
         watch(config.hang_timeout)
     named = PRECISIONS[config.precision]
