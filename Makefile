@@ -40,8 +40,8 @@ $(RUN_STAMP): pyproject.toml $(PINS)
 	$(PIP) -e .
 	@touch $@
 
-$(DEV_STAMP): $(RUN_STAMP)
-	$(PIP) -e '.[test,dev]'
+$(DEV_STAMP): $(RUN_STAMP) labs/pyproject.toml
+	$(PIP) -e '.[test,dev]' -e ./labs
 	@touch $@
 
 $(DOCS_STAMP): $(RUN_STAMP)

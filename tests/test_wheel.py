@@ -19,15 +19,25 @@ class Installed:
     def __init__(self, folder):
         self.folder, self.bin = folder, folder / "venv" / "bin"
         venv.create(folder / "venv", symlinks=True)
-        (site,) = (folder / "venv" / "lib").glob("python*/site-packages")
+        (self.site,) = (folder / "venv" / "lib").glob("python*/site-packages")
         # A folder named so is searched, but its own .pth files, such as the source's, are not read.
-        (site / "others.pth").write_text(sysconfig.get_path("purelib"))
-        pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
-        self.run(*pip, "wheel", "--no-deps", "--wheel-dir", folder, ROOT)
-        python = ("--python", self.bin / "python")
-        self.run(*pip, *python, "install", "--no-deps", "--no-index", *folder.glob("*.whl"))
-        (self.information,) = site.glob("shardwise-*.dist-info")
+        (self.site / "others.pth").write_text(sysconfig.get_path("purelib"))
+        self.install(ROOT)
+        (self.information,) = self.site.glob("shardwise-*.dist-info")
         self.metadata = Parser().parsestr((self.information / "METADATA").read_text())
+
+    @property
+    def top_level(self):
+        """The names that these wheels, and not those of the present environment, add."""
+        return {path.name for path in self.site.glob("shardwise*") if path.suffix != ".dist-info"}
+
+    def install(self, project):
+        """Build the wheel of a project, and install it."""
+        wheels = self.folder / f"wheels-{project.name}"
+        pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
+        self.run(*pip, "wheel", "--no-deps", "--wheel-dir", wheels, project)
+        python = ("--python", self.bin / "python")
+        self.run(*pip, *python, "install", "--no-deps", "--no-index", *wheels.glob("*.whl"))
 
     def run(self, *command):
         """Run a command in the folder, without this process's paths; return what it prints."""
@@ -55,13 +65,24 @@ def test_the_wheel_says_what_it_is_by_whom_and_under_which_license(installed):
 
 
 @pytest.mark.slow
-def test_the_command_and_both_packages_work_from_the_wheel(installed):
-    command = installed.bin / "shardwise"
-    files = "import shardwise, shardwise_labs as labs; print(shardwise.__file__, labs.__file__)"
-    assert installed.run(installed.bin / "python", "-c", files).count(f"{installed.folder}/") == 2
+def test_command_works_from_the_wheel_and_says_how_to_install_labs(installed):
+    command, python = installed.bin / "shardwise", installed.bin / "python"
+    where = installed.run(python, "-c", "import shardwise; print(shardwise.__file__)")
+    assert where.startswith(f"{installed.folder}/")
+    assert installed.top_level == {"shardwise"}
     assert installed.metadata["Version"] in installed.run(command, "--version")
     assert "train" in installed.run(command, "--help")
-    assert "Kill a rank" in installed.run(command, "lab", "list")
+    refused = subprocess.run(
+        [command, "lab", "list"], cwd=installed.folder, capture_output=True, text=True, env={}
+    )
+    assert refused.returncode == 2 and "pip install ./labs" in refused.stderr
+
+
+@pytest.mark.slow
+def test_labs_are_a_wheel_of_their_own(installed):
+    installed.install(ROOT / "labs")
+    assert installed.top_level == {"shardwise", "shardwise_labs"}
+    assert "Kill a rank" in installed.run(installed.bin / "shardwise", "lab", "list")
 
 
 @pytest.mark.slow

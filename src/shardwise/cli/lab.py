@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated
 
 import typer
 
 from shardwise import terminal
 from shardwise.cli.flags import Command
-from shardwise_labs import desk
+from shardwise.errors import ConfigError
 
 _MISSED = 1
 
@@ -27,16 +29,29 @@ _File = Annotated[
 ]
 
 
+def _desk() -> ModuleType:
+    """Import the labs, which are a distribution of their own."""
+    try:
+        return import_module("shardwise_labs.desk")
+    except ModuleNotFoundError as error:
+        if error.name != "shardwise_labs":
+            raise
+        raise ConfigError(
+            "the labs are not installed. They are the package shardwise-labs in the folder labs "
+            "of Shardwise's repository: pip install ./labs"
+        ) from error
+
+
 @lab.command("list", cls=Command)
 def list_labs() -> None:
     """List the labs, with the targets met so far."""
-    terminal.say(desk.list_labs(Path()) + "\n")
+    terminal.say(_desk().list_labs(Path()) + "\n")
 
 
 @lab.command(cls=Command)
 def start(number: _Number) -> None:
     """Copy the lab's file with gaps into this folder."""
-    terminal.say(desk.start(number, Path()) + "\n")
+    terminal.say(_desk().start(number, Path()) + "\n")
 
 
 @lab.command(cls=Command)
@@ -45,19 +60,19 @@ def read(
     step: Annotated[str | None, typer.Argument(help="such as build; without it, a list")] = None,
 ) -> None:
     """Read one step of the lab's page."""
-    terminal.say(desk.read(number, step) + "\n")
+    terminal.say(_desk().read(number, step) + "\n")
 
 
 @lab.command(cls=Command)
 def run(number: _Number, file: _File = None) -> None:
     """Run your file on ranks, and show the measured values."""
-    terminal.say(desk.run(number, file or Path(desk.lab_of(number).file)) + "\n")
+    terminal.say(_desk().run(number, file or Path(_desk().lab_of(number).file)) + "\n")
 
 
 @lab.command(cls=Command)
 def check(number: _Number, file: _File = None) -> None:
     """Check your file: targets met and missed, in words. The exit code is 1 if one is missed."""
-    found = desk.check(number, file or Path(desk.lab_of(number).file))
+    found = _desk().check(number, file or Path(_desk().lab_of(number).file))
     terminal.say(found.text() + "\n")
     if found.num_met < found.total:
         raise typer.Exit(_MISSED)
@@ -69,7 +84,7 @@ def hint(
     gap: Annotated[int | None, typer.Option(help="the gap; the first that is not met")] = None,
 ) -> None:
     """Show the next of a gap's three hints."""
-    terminal.say(desk.hint(number, gap, Path()) + "\n")
+    terminal.say(_desk().hint(number, gap, Path()) + "\n")
 
 
 @lab.command(cls=Command)
@@ -78,6 +93,6 @@ def show(
     yes: Annotated[bool, typer.Option("--yes", help="do not ask for a confirmation")] = False,
 ) -> None:
     """Show the solution, after a confirmation."""
-    lab = desk.lab_of(number)
+    lab = _desk().lab_of(number)
     if yes or typer.confirm(f"Show the solution of lab {number}?"):
         terminal.say(lab.solution())
