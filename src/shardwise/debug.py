@@ -41,7 +41,7 @@ def stats(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> S
     partials = [t for t in (*(s.gradient.partial for s in params), *in_leaves) if t is not None]
     kept = sum(s.kept_bytes for s in storages)
     traffic = traffic_of(model)
-    apart = [elements_of(p.sharded) for p in params if not p.encoding.in_storage]
+    apart = [elements_of(p.sharded) for p in params if not p.encoding.is_in_storage]
     apart_bytes = sum(part.nbytes for local in apart for part in plain_parts(local).values())
     return Stats(
         param_shard_bytes=sum(s.memory.shard_bytes for s in storages) + apart_bytes,
@@ -125,7 +125,7 @@ def bytes_by_place(
             found["device"] += storage.memory.copy_bytes + storage.kept_bytes
             found["host"] += storage.mean_memory.bytes_at_home
         for param in unit.params:
-            if not param.encoding.in_storage:
+            if not param.encoding.is_in_storage:
                 found[place_of(unit)] += elements_of(param.sharded).nbytes
             if isinstance(param.grad, DTensor):
                 grad = elements_of(param.grad)

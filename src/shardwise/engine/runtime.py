@@ -183,7 +183,7 @@ class Engine:
         for param in (param for unit in self.units for param in unit.params):
             if not param.has_cut:
                 kind = "on the meta device still"
-                if not param.encoding.in_storage:
+                if not param.encoding.is_in_storage:
                     kind = "of a class that defines its own gather, and not cut along dim 0 alone"
                 raise ConfigError(
                     f"{what}: parameter '{param.name}' is {kind}; use "

@@ -169,7 +169,7 @@ def _describe_unit(unit: Unit) -> UnitDescription:
         dtypes = storage.master.dtype, storage.full.dtype
         master, compute = (str(dtype).removeprefix("torch.") for dtype in dtypes)
         names.add(master if master == compute else f"{master} (computes in {compute})")
-    for param in (param for param in unit.params if not param.encoding.in_storage):
+    for param in (param for param in unit.params if not param.encoding.is_in_storage):
         numel += prod(param.shape)
         local = param.sharded._local_tensor
         for part in inner_of(local, param.cut, param.name):

@@ -167,7 +167,7 @@ def _add_params(blocks: _Blocks, unit: Unit) -> None:
         blocks.count("device", "param_full", unit.name, storage.kept_bytes + memory.copy_bytes)
         blocks.see(storage.master, storage.full)
     for param in unit.params:
-        if not param.encoding.in_storage:
+        if not param.encoding.is_in_storage:
             blocks.add(place_of(unit), "param_shards", unit.name, [param.sharded])
             if param.leaf is not None:
                 blocks.add("device", "param_full", unit.name, [param.leaf.data])

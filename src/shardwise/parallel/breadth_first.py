@@ -395,7 +395,7 @@ class _Leaves:
             unit.index: [
                 (param, param.full)
                 for param in unit.params
-                if param.encoding.in_storage
+                if param.encoding.is_in_storage
                 and param.is_trained
                 and param.gradient.reduce_dtype not in (None, param.full.dtype)
             ]

@@ -35,7 +35,7 @@ from shardwise.errors import ConfigError, StateError
 from shardwise.surface.methods import FSDPModule
 from shardwise.surface.state import ModuleState
 from shardwise.trace import FullParamLedger
-from shardwise.unit.encodings import OwnGather
+from shardwise.unit.encodings import SubclassGather
 from shardwise.unit.param import AsShardTensor, ShardedParam
 from shardwise.unit.storage import Storage
 from shardwise.unit.unit import Gather, Unit
@@ -288,9 +288,9 @@ def _copy_unit(unit: Unit, comm: Comm, engine: Engine, ledger: FullParamLedger, 
         cut = param.cut.over(comm)
         form = AsShardTensor(cut, param.sharded.requires_grad)
         copied = ShardedParam(made, param.uses, form, param.shape, cut=cut, dim=param.dim)
-        if isinstance(param.encoding, OwnGather):
+        if isinstance(param.encoding, SubclassGather):
             form.place_apart(copied, _copy_chunk(param))
-            copied.lie_apart(param.encoding.again())
+            copied.lie_apart(param.encoding.for_copy())
             copied.index = param.index
         else:
             copied.lie_in(storages[id(param.storage)], param.index)

@@ -1,7 +1,8 @@
-"""Encodings of a parameter for the gather: its elements as sent, and the full parameter from them.
+"""Encodings of a parameter for the gather: what is sent, and how the full parameter is made of it.
 
-`AsItLies` sends the unit's memory (cast there to the computing dtype). `AlongDim` cuts along
-another dim than the first. `OwnGather` calls a tensor subclass's methods.
+- `Contiguous`: a cut along dim 0. The storage's full copy is the full parameter.
+- `AlongDim`: a cut along another dim. The full parameter is copied from the storage's full copy.
+- `SubclassGather`: a tensor subclass, whose methods encode and decode the gathered tensors.
 """
 
 import inspect
@@ -23,126 +24,141 @@ if TYPE_CHECKING:
 class Encoding(Protocol):
     """The gather of one parameter.
 
-    ``in_storage``: its elements lie in a storage of the unit, which gathers them.
-    ``puts_together``: the full parameter has separate memory, freed with the storage's.
+    ``is_in_storage``: its elements are in a storage of the unit, which gathers them.
+    ``has_separate_memory``: the full parameter is not a view of the storage's full copy. Its memory
+    is freed when the storage frees that copy.
     """
 
-    in_storage: bool
-    puts_together: bool
+    is_in_storage: bool
+    has_separate_memory: bool
 
     def attach(self, view: torch.Tensor, local_shape: tuple[int, ...]) -> torch.Tensor:
-        """Take the parameter's memory in a storage's full copy; return the layers' tensor."""
+        """Attach the parameter's part of a storage's full copy; return the full parameter's memory.
 
-    def spread(self, full: torch.Tensor) -> torch.Tensor:
-        """Return a full tensor's elements in the storage's order, rank after rank."""
+        ``view`` has one row per rank if the cut is not along dim 0.
+        """
+
+    def order_by_rank(self, full: torch.Tensor) -> torch.Tensor:
+        """Return a full tensor's elements in the order of the gather, rank after rank."""
 
     def start(self, param: "ShardedParam") -> list[GatherItem]:
-        """Return the items to gather besides the storage's."""
+        """Start the parameter's own gather; return its items, none if the storage gathers it."""
 
     def finish(self, param: "ShardedParam") -> torch.Tensor | None:
-        """Make the parameter whole after the gather; return it if it is a new tensor."""
+        """Make the full parameter after the gather; return it if it is a new tensor."""
 
     def free(self) -> None:
         """Free the parameter's separate memory."""
 
 
-class AsItLies:
-    """A cut along dim 0: every rank's rows arrive in their place."""
+class Contiguous:
+    """A cut along dim 0: every rank's rows are gathered into the full parameter itself."""
 
-    in_storage = True
-    puts_together = False
+    is_in_storage = True
+    has_separate_memory = False
 
     def attach(self, view: torch.Tensor, local_shape: tuple[int, ...]) -> torch.Tensor:
-        """Return the storage's memory unchanged."""
+        """Return ``view``: the full parameter is a view of the storage's full copy."""
         return view
 
-    def spread(self, full: torch.Tensor) -> torch.Tensor:
-        """Return the tensor unchanged."""
+    def order_by_rank(self, full: torch.Tensor) -> torch.Tensor:
+        """Return ``full``: its rows are in rank order already."""
         return full
 
     def start(self, param: "ShardedParam") -> list[GatherItem]:
-        """List nothing: the storage gathers it."""
+        """Return no items: the storage gathers the parameter."""
         return []
 
     def finish(self, param: "ShardedParam") -> None:
-        """Do nothing: the parameter is whole."""
+        """Do nothing: the gather has written the full parameter."""
 
     def free(self) -> None:
         """Do nothing: the storage frees it."""
 
 
-AS_IT_LIES = AsItLies()
+CONTIGUOUS = Contiguous()
 
 
 class AlongDim:
-    """A cut along another dim: gathered as one row per rank, then copied into the full tensor.
+    """A cut along another dim than the first: one row per rank is gathered, and then copied.
 
     The full tensor has separate memory, as layers and optimizers need it contiguous.
     """
 
-    in_storage = puts_together = True
+    is_in_storage = True
+    has_separate_memory = True
 
     def __init__(self, dim: int, shape: tuple[int, ...]) -> None:
         self._dim = dim
         self._shape = shape
 
     def attach(self, view: torch.Tensor, local_shape: tuple[int, ...]) -> torch.Tensor:
-        """Take the ranks' parts; return the full tensor's memory."""
-        self._parts = [part.view(local_shape) for part in view]
+        """Keep views of the ranks' parts; return the full tensor, whose memory is free."""
+        self._parts = [row.view(local_shape) for row in view]
         self._full = torch.empty(self._shape, dtype=view.dtype, device=view.device)
         self.free()
         return self._full.data
 
-    def spread(self, full: torch.Tensor) -> torch.Tensor:
-        """Return a row for each rank."""
+    def order_by_rank(self, full: torch.Tensor) -> torch.Tensor:
+        """Return one row per rank."""
         return _row_per_rank(full, len(self._parts), self._dim)
 
     def start(self, param: "ShardedParam") -> list[GatherItem]:
-        """List nothing: the storage gathers it."""
+        """Return no items: the storage gathers the parameter."""
         return []
 
     def finish(self, param: "ShardedParam") -> None:
         """Copy the parts into the full tensor."""
         full = self._full
         full.untyped_storage().resize_(full.nbytes)
-        places = full.chunk(len(self._parts), dim=self._dim)
-        torch._foreach_copy_(list(places), self._parts)
+        chunks = full.chunk(len(self._parts), dim=self._dim)
+        torch._foreach_copy_(list(chunks), self._parts)
 
     def free(self) -> None:
         """Free the full tensor's memory."""
         self._full.untyped_storage().resize_(0)
 
 
-class OwnGather:
-    """The gather of a tensor subclass: ``fsdp_pre_all_gather`` encodes, ``fsdp_post_...`` decodes.
+class SubclassGather:
+    """The gather of a tensor subclass, by its methods for FSDP2.
 
-    Float8 and quantized weights of torchao use it. Source: the protocol of torch's FSDP2,
+    ``fsdp_pre_all_gather`` encodes the local tensor, ``fsdp_post_all_gather`` decodes the gathered
+    ones. Float8 and quantized weights of torchao use it. Source: the protocol of torch's FSDP2,
     ``torch/distributed/fsdp/_fully_shard/_fsdp_api.py`` and its tests of all-gather extensions.
+
+    ``frees``: resharding the unit frees the full tensor.
     """
 
-    in_storage = False
-    puts_together = True
+    is_in_storage = False
+    has_separate_memory = True
 
     def __init__(self, policy: Any, num_ranks: int, dim: int = 0, frees: bool = True) -> None:
-        self.frees = frees  # when the unit is resharded
-        self._policy, self._num_ranks, self._dim = policy, num_ranks, dim
-        self._version: int | None = None  # of the gathered tensor, while its memory stays
+        self.frees = frees
+        self._policy = policy
+        self._num_ranks = num_ranks
+        self._dim = dim
+        # The version of the local tensor that was gathered; None while the memory is freed.
+        self._version: int | None = None
+        # Of the gather in flight: the local tensor, and what its method returned for decoding.
+        self._local: Any = None
         self._metadata: Any = None
+        # The gathered flat tensors of all ranks, and the shape of each one on this rank.
         self._outputs: list[torch.Tensor] = []
         self._sizes: list[torch.Size] = []
+        # Tensors that the decoded one is made of, freed with it.
         self._inner: list[torch.Tensor] = []
 
     def attach(self, view: torch.Tensor, local_shape: tuple[int, ...]) -> torch.Tensor:
         """Refuse: the parameter is in no storage."""
-        raise AssertionError("a tensor with a gather of its own lies in no storage")
+        raise AssertionError("a tensor subclass with its own gather is in no storage")
 
-    def spread(self, full: torch.Tensor) -> torch.Tensor:
-        """Return a full gradient's elements, rank after rank."""
+    def order_by_rank(self, full: torch.Tensor) -> torch.Tensor:
+        """Return a full gradient's elements in rank order."""
         return full if self._dim == 0 else _row_per_rank(full, self._num_ranks, self._dim)
 
-    def again(self) -> "OwnGather":
-        """Return the encoding for a copy of the parameter."""
-        return OwnGather(self._policy, self._num_ranks, self._dim, self.frees)
+    def for_copy(self) -> "SubclassGather":
+        """Return an encoding for a copy of the parameter."""
+        return SubclassGather(self._policy, self._num_ranks, self._dim, self.frees)
 
     def is_fresh(self, param: "ShardedParam") -> bool:
         """Tell whether the gathered tensor is allocated and as new as the sharded one."""
@@ -150,10 +166,10 @@ class OwnGather:
 
     @torch.no_grad()
     def start(self, param: "ShardedParam") -> list[GatherItem]:
-        """Return the items that the local tensor's ``fsdp_pre_all_gather`` gives."""
+        """Encode the local tensor by its ``fsdp_pre_all_gather``; return one item per tensor."""
         self._version = version_of(param.sharded._local_tensor)
         local: Any = param.sharded._local_tensor.to(param.unit.comm.device)
-        self._local: Any = local  # with the methods of FSDP2's protocol
+        self._local = local
         prepare = local.fsdp_pre_all_gather
         count = len(inspect.signature(prepare).parameters)
         if count not in (1, 5):
@@ -163,12 +179,17 @@ class OwnGather:
                 "tuple[int, ...], module: nn.Module, mp_policy: MixedPrecisionPolicy)"
             )
         mesh = param.unit.comm.axes.mesh
-        of_shards = mesh if mesh.ndim == 1 else mesh[(mesh.mesh_dim_names or ())[-1]]
-        args: list[Any] = [of_shards]
-        if count == 5:
-            args += [torch.Size(param.shape), contiguous_stride(param.shape)]
-            args += [param.uses[0].module, self._policy]
-        inputs, self._metadata = prepare(*args)
+        shard_mesh = mesh if mesh.ndim == 1 else mesh[(mesh.mesh_dim_names or ())[-1]]
+        if count == 1:
+            inputs, self._metadata = prepare(shard_mesh)
+        else:
+            inputs, self._metadata = prepare(
+                shard_mesh,
+                torch.Size(param.shape),
+                contiguous_stride(param.shape),
+                param.uses[0].module,
+                self._policy,
+            )
         num_ranks = param.unit.comm.axes.shard.size
         padded = param.padded_size
         uneven = local.size() != padded
@@ -186,84 +207,102 @@ class OwnGather:
         for output in self._outputs:
             output.untyped_storage().resize_(output.nbytes)
         return [
-            GatherItem(Segment(o.numel(), f.numel(), 0, 0), f, o, False)
-            for f, o in zip(flats, self._outputs, strict=True)
+            GatherItem(
+                segment=Segment(output.numel(), flat.numel(), full_offset=0, shard_offset=0),
+                source=flat,
+                full=output,
+                in_place=False,
+            )
+            for flat, output in zip(flats, self._outputs, strict=True)
         ]
 
     def finish(self, param: "ShardedParam") -> torch.Tensor | None:
-        """Decode the gathered bytes: into a new tensor the first time, then into the leaf."""
+        """Decode the gathered tensors: into a new tensor the first time, later into the leaf."""
         outputs = tuple(
-            o.view(-1, *size[1:]) for o, size in zip(self._outputs, self._sizes, strict=True)
+            output.view(-1, *size[1:])
+            for output, size in zip(self._outputs, self._sizes, strict=True)
         )
-        metadata, self._metadata = self._metadata, None
+        metadata = self._metadata
         dtype = param.unit.precision.param or param.sharded.dtype
-        made: torch.Tensor | None = None
+        new_full: torch.Tensor | None = None
         if param.leaf is None:
-            made, inner = self._local.fsdp_post_all_gather(outputs, metadata, dtype)
+            new_full, inner = self._local.fsdp_post_all_gather(outputs, metadata, dtype)
             self._inner = list(inner)
         else:
             for tensor in self._inner:
                 tensor.untyped_storage().resize_(tensor.numel() * tensor.itemsize)
             with _unsafe_preserve_version_counter(param.full):  # a graph's saved tensors stay valid
                 self._local.fsdp_post_all_gather(outputs, metadata, dtype, out=param.full)
-        del self._local
-        return made
+        self._local = None
+        self._metadata = None
+        return new_full
 
     def free(self) -> None:
-        """Free the gathered bytes and the full tensor made from them."""
+        """Free the gathered tensors and the full tensor made of them."""
         self._version = None
         for tensor in (*self._outputs, *self._inner):
             tensor.untyped_storage().resize_(0)
 
 
-class Apart:
-    """The parameters of a unit whose full form has memory apart from the storages' full copies.
+class SeparateParams:
+    """The parameters of a unit whose full form has memory besides the storages' full copies.
 
-    Those with a gather of their own are also gathered apart, in the unit's collective.
+    Tensor subclasses with a `SubclassGather` also bring items of their own to the unit's gather.
     """
 
     def __init__(self, params: Sequence["ShardedParam"] = ()) -> None:
-        own = [(param, param.encoding) for param in params]
-        self._gathered = [(p, by) for p, by in own if isinstance(by, OwnGather)]
-        self._put_together = [p for p, by in own if by.in_storage and by.puts_together]
-        self._arriving: list[ShardedParam] = []  # of those gathered, in the gather in flight
+        # Parameters in a storage: the storage gathers them, and `finish` copies them.
+        self._stored: list[ShardedParam] = []
+        # Tensor subclasses, each with its encoding, which makes its gather items.
+        self._subclasses: list[tuple[ShardedParam, SubclassGather]] = []
+        self._in_flight: list[ShardedParam] = []  # the subclasses of the gather in flight
+        for param in params:
+            encoding = param.encoding
+            if isinstance(encoding, SubclassGather):
+                self._subclasses.append((param, encoding))
+            elif encoding.is_in_storage and encoding.has_separate_memory:
+                self._stored.append(param)
 
     @property
-    def gathers(self) -> bool:
-        """Tell whether a parameter is gathered apart."""
-        return bool(self._gathered)
+    def has_items(self) -> bool:
+        """Tell whether a parameter brings items of its own to the unit's gather."""
+        return bool(self._subclasses)
 
     @property
     def is_fresh(self) -> bool:
-        """Tell whether all that is gathered apart is as new as its shards."""
-        return not self._gathered or all(by.is_fresh(param) for param, by in self._gathered)
+        """Tell whether each gathered subclass is as new as its shard."""
+        return all(encoding.is_fresh(param) for param, encoding in self._subclasses)
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """Numbers that change when a shard that is gathered apart is modified."""
-        return tuple(version_of(param.sharded._local_tensor) for param, _ in self._gathered)
+        """Numbers that change when the shard of a subclass is modified."""
+        return tuple(version_of(param.sharded._local_tensor) for param, _ in self._subclasses)
 
-    def start(self, *, anew: bool) -> list[GatherItem]:
-        """Return the items to gather: those of stale parameters, or of all."""
-        arriving = [(p, by) for p, by in self._gathered if anew or not by.is_fresh(p)]
-        self._arriving = [param for param, _ in arriving]
-        return [item for param, by in arriving for item in by.start(param)]
+    def start(self, *, also_fresh: bool) -> list[GatherItem]:
+        """Return the gather items of stale subclasses, with ``also_fresh`` of all."""
+        items: list[GatherItem] = []
+        self._in_flight = []
+        for param, encoding in self._subclasses:
+            if also_fresh or not encoding.is_fresh(param):
+                self._in_flight.append(param)
+                items += encoding.start(param)
+        return items
 
     def finish(self) -> None:
-        """Make the parameters whole after the gather."""
-        for param in self._put_together:
+        """Make the full parameters after the gather."""
+        for param in self._stored:
             param.encoding.finish(param)
-        for param in self._arriving:
+        for param in self._in_flight:
             param.complete()
 
     def free(self) -> None:
-        """Free the memory, as the storages free theirs."""
-        for param in self._put_together:
+        """Free the memory of the full parameters, as the storages free theirs."""
+        for param in self._stored:
             if param.storage.frees:
                 param.encoding.free()
-        for _, by in self._gathered:
-            if by.frees:
-                by.free()
+        for _, encoding in self._subclasses:
+            if encoding.frees:
+                encoding.free()
 
 
 def _row_per_rank(full: torch.Tensor, num_ranks: int, dim: int) -> torch.Tensor:

@@ -40,7 +40,7 @@ from shardwise.tensor.inner import (
     refuse_opaque,
 )
 from shardwise.trace import FullParamLedger
-from shardwise.unit.encodings import OwnGather
+from shardwise.unit.encodings import SubclassGather
 from shardwise.unit.home import Home, Homes, Room
 from shardwise.unit.param import AsShardTensor, EngineOfUnits, ShardedParam
 from shardwise.unit.storage import Nearby, Storage
@@ -250,7 +250,7 @@ class Materializer:
             param = ShardedParam(unit, spec.uses, form, shape, cut=cut)
             form.place_apart(param, chunk_of(value, axis.size, axis.rank).to(device))
             frees = self._config.stage.frees_after_backward
-            param.lie_apart(OwnGather(policy, axis.size, frees=frees))
+            param.lie_apart(SubclassGather(policy, axis.size, frees=frees))
             param.index = number
             param.gradient.hooks.adopt(spec.param)
             unit.add(param)
@@ -285,7 +285,7 @@ class Materializer:
             made = ShardedParam(unit, param.uses, form, shape, cut=cut, dim=dim)
             made.holds_codes = holds_codes(param.param)
             made.lie_in(storage, number)
-            storage.fill(number, made.encoding.spread(value))
+            storage.fill(number, made.encoding.order_by_rank(value))
             made.keep_notes(vars(param.param))
             made.gradient.hooks.adopt(param.param)
             unit.add(made)

@@ -23,7 +23,7 @@ from shardwise.tensor.aliases import Aliases, Shared, SharedParam, SharedPlain
 from shardwise.tensor.cut import Cut, as_dtensor
 from shardwise.tensor.shard_tensor import ShardTensor
 from shardwise.tensor.tensor_base import owner_of_elements
-from shardwise.unit.encodings import AS_IT_LIES, AlongDim, Encoding
+from shardwise.unit.encodings import CONTIGUOUS, AlongDim, Encoding
 from shardwise.unit.full_parameter import data_of, make_full, set_full_data
 from shardwise.unit.gradient import Gradient
 from shardwise.unit.storage import Storage
@@ -258,11 +258,11 @@ class ShardedParam:
         self.shape = shape
         self._cut = cut
         self.dim = dim
-        self.encoding: Encoding = AlongDim(dim, shape) if dim else AS_IT_LIES
+        self.encoding: Encoding = AlongDim(dim, shape) if dim else CONTIGUOUS
         self._storage: Storage | None = None
         self.index = 0
         self.sharded: Sharded = None  # type: ignore[assignment]  # until it is laid out
-        self.leaf: nn.Parameter | None = None  # None until it is made; `OwnGather` makes it
+        self.leaf: nn.Parameter | None = None  # None until it is made; `SubclassGather` makes it
         # The local tensor when it was laid out; another one in its place was put there by the user.
         self.local: torch.Tensor = None  # type: ignore[assignment]
         self.gradient = Gradient(self)
@@ -308,7 +308,7 @@ class ShardedParam:
         assert self._storage is not None, f"'{self.name}' is in no storage"
         return self._storage
 
-    def rests_in(self, storage: Storage) -> bool:
+    def is_stored_in(self, storage: Storage) -> bool:
         """Tell whether the parameter's elements are in this storage."""
         return self._storage is storage
 
@@ -386,7 +386,11 @@ class ShardedParam:
 
     def _full_memory(self) -> torch.Tensor | None:
         """Return the full parameter's memory in its storage; None if it has separate memory."""
-        if self._storage is None or self.encoding.puts_together or self.form.outer is not None:
+        if (
+            self._storage is None
+            or self.encoding.has_separate_memory
+            or self.form.outer is not None
+        ):
             return None
         return self._storage.view(self.index)
 

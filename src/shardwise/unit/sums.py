@@ -192,7 +192,9 @@ class RunningSum:
         self._items = items = list[ReduceItem]()
         for unit in units:
             for storage in unit.storages:
-                params = [s for s in unit.params if s.rests_in(storage) and s.gradient.gets_mean]
+                params = [
+                    s for s in unit.params if s.is_stored_in(storage) and s.gradient.gets_mean
+                ]
                 if storage.unreduced is not None and not self._defers:
                     self._used_here.update(p for p in params if p in storage.unreduced.used)
                 items += self._start_storage(unit, storage, params)
@@ -280,7 +282,7 @@ class RunningSum:
             grad = grad.to(dtype)
         if self._before != 1:
             grad = grad / self._before
-        return param.encoding.spread(grad).contiguous().view(-1)
+        return param.encoding.order_by_rank(grad).contiguous().view(-1)
 
     def _count(self, params: list[ShardedParam], counts: torch.Tensor) -> ReduceItem:
         """Return the item that counts the ranks with a gradient of each parameter.

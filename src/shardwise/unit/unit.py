@@ -24,7 +24,7 @@ from shardwise.comm.collectives import Comm, Transport
 from shardwise.comm.pending import GatherItem, Pending
 from shardwise.config import Precision
 from shardwise.stages import UnitSettings
-from shardwise.unit.encodings import Apart
+from shardwise.unit.encodings import SeparateParams
 from shardwise.unit.home import Home
 from shardwise.unit.param import EngineOfUnits, ShardedParam
 from shardwise.unit.slots import Slots
@@ -45,15 +45,15 @@ class Gather:
     """The gather of a unit: how it is made, and its state.
 
     ``transport``: a user's own; None means that of the unit's collectives. ``nearby``: parts that
-    backward gathers over fewer ranks. ``pending``: the collective in flight. ``apart``: parameters
-    whose full form is apart from the storages.
+    backward gathers over fewer ranks. ``pending``: the collective in flight. ``separate``:
+    the parameters whose full form has memory besides the storages.
     """
 
     transport: Transport | None = None
     nearby: Nearby | None = None
     state: ParamState = ParamState.SHARDED
     pending: Pending | None = None
-    apart: Apart = field(default_factory=Apart)
+    separate: SeparateParams = field(default_factory=SeparateParams)
 
 
 @dataclass
@@ -166,7 +166,7 @@ class Unit:
     def lay_out(self, storages: Sequence[Storage]) -> None:
         """Take the storages of the parameters; called again when they have changed."""
         self.storages = list(storages)
-        self.gather.apart = Apart(self.params)
+        self.gather.separate = SeparateParams(self.params)
 
     @property
     def full_bytes(self) -> int:
@@ -178,7 +178,7 @@ class Unit:
         """Tell whether a backward pass frees the full parameters."""
         if not self.settings.stage.frees_after_backward or self.settings.stays_full:
             return False
-        has_separate = any(param.encoding.puts_together for param in self.params)
+        has_separate = any(param.encoding.has_separate_memory for param in self.params)
         return has_separate or any(storage.frees for storage in self.storages)
 
     def read_ahead(self) -> None:
@@ -208,7 +208,7 @@ class Unit:
                 for storage in self.storages:
                     if self.settings.stands_while_full or not storage.is_fresh:
                         items += storage.prepare_gather()
-            items += self.gather.apart.start(anew=self.settings.stands_while_full)
+            items += self.gather.separate.start(also_fresh=self.settings.stands_while_full)
             if not items:
                 return
             if axis.size == 1:
@@ -248,7 +248,7 @@ class Unit:
         if self.settings.stands_while_full:
             self._stand_full()
         else:
-            self.gather.apart.finish()
+            self.gather.separate.finish()
 
     def _stand_full(self) -> None:
         with torch._C._DisableFuncTorch():
@@ -260,8 +260,8 @@ class Unit:
         if self.slots.watch is not None:
             self.slots.watch.begin(param.full for param in self.params)
         for storage in self.storages:
-            inside = [param for param in self.params if param.rests_in(storage)]
-            have_separate = all(param.encoding.puts_together for param in inside)
+            inside = [param for param in self.params if param.is_stored_in(storage)]
+            have_separate = all(param.encoding.has_separate_memory for param in inside)
             if have_separate and self.gather.nearby is None:
                 storage.free()
 
@@ -277,12 +277,12 @@ class Unit:
             return
         if self.settings.stands_while_full:
             self._warn_of_writes()
-        if self.gather.nearby is not None and not self.gather.apart.gathers:
+        if self.gather.nearby is not None and not self.gather.separate.has_items:
             self.gather.nearby.leave(self.storages, self._local_versions)
         for storage in self.storages:
             storage.free()
         self._enter(ParamState.SHARDED)
-        self.gather.apart.free()
+        self.gather.separate.free()
         if self.settings.stands_while_full:
             for param in self.params:
                 param.put(param.sharded)
@@ -292,7 +292,7 @@ class Unit:
                 self._warn_of_array(storage)
 
     def _warn_of_array(self, storage: Storage) -> None:
-        names = [param.name for param in self.params if param.rests_in(storage)]
+        names = [param.name for param in self.params if param.is_stored_in(storage)]
         warnings.warn(
             f"unit '{self.name or '(root)'}': a NumPy array was made of the memory of a full "
             f"parameter ({', '.join(names)[:200]}), so its {storage.full.nbytes} bytes stay "
@@ -334,7 +334,7 @@ class Unit:
             return False
         if self.settings.stands_while_full:
             return self.gather.state is ParamState.FULL
-        return all(s.is_fresh for s in self.storages) and self.gather.apart.is_fresh
+        return all(s.is_fresh for s in self.storages) and self.gather.separate.is_fresh
 
     @property
     def is_resident(self) -> bool:
@@ -362,7 +362,11 @@ class Unit:
         for step in self.steps:  # a step's writes change the version, which all ranks must see
             step.wait()
         versions = tuple(s.version for s in self.storages)
-        return (*versions, *self.gather.apart.versions) if self.gather.apart.gathers else versions
+        return (
+            (*versions, *self.gather.separate.versions)
+            if self.gather.separate.has_items
+            else versions
+        )
 
     @property
     def shows_full(self) -> bool:

@@ -26,7 +26,7 @@ from shardwise.tensor.cut import as_dtensor, cut_along, cut_piece, make_cut
 from shardwise.tensor.inner import chunk_of, has_own_gather, holds_codes
 from shardwise.tensor.plain_state import FULLY_SHARD, OfFullyShard
 from shardwise.trace import FullParamLedger
-from shardwise.unit.encodings import AS_IT_LIES, AlongDim, OwnGather
+from shardwise.unit.encodings import CONTIGUOUS, AlongDim, SubclassGather
 from shardwise.unit.param import AsDTensor, ShardedParam
 from shardwise.unit.storage import Nearby, Storage
 from shardwise.unit.sums import RowsApart, Sum
@@ -150,12 +150,12 @@ def adopt(unit: Unit, asked: Asked, ledger: FullParamLedger) -> None:
     for param in unit.params:
         local, param.cut = param.sharded._local_tensor, None
         if has_own_gather(local):
-            param.lie_apart(OwnGather(asked.mp, axis.size, param.dim))
+            param.lie_apart(SubclassGather(asked.mp, axis.size, param.dim))
             if not (param.dim or param.form.outer or local.is_meta):
                 layout = build_layout("rows", [param.shape], axis.size)
                 param.cut = make_cut(param.shape, layout, 0, unit.comm, param.name)
             continue
-        param.lie_apart(AlongDim(param.dim, param.shape) if param.dim else AS_IT_LIES)
+        param.lie_apart(AlongDim(param.dim, param.shape) if param.dim else CONTIGUOUS)
         if not local.is_meta:
             are_codes = holds_codes(local) or param.holds_codes
             casts = local.is_floating_point() and not are_codes
@@ -184,7 +184,7 @@ def _summed_apart(unit: Unit) -> Iterator[RowsApart]:
     axis = unit.comm.axes.shard
     groups: dict[torch.dtype, list[ShardedParam]] = {}
     for param in unit.params:
-        if not param.encoding.in_storage and not param.sharded.is_meta:
+        if not param.encoding.is_in_storage and not param.sharded.is_meta:
             groups.setdefault(param.sharded.dtype, []).append(param)
     for dtype, params in groups.items():
         layout = build_layout("rows", [_shape_in_memory(p, axis.size) for p in params], axis.size)
@@ -202,7 +202,7 @@ def _reread(param: ShardedParam) -> bool:
     param.sharded = cast("Sharded", found)
     vars(found)[FULLY_SHARD] = OfFullyShard(param)
     local = found._local_tensor
-    return local is not param.local or has_own_gather(local) == param.encoding.in_storage
+    return local is not param.local or has_own_gather(local) == param.encoding.is_in_storage
 
 
 def _shape_in_memory(param: ShardedParam, num_ranks: int) -> tuple[int, ...]:
