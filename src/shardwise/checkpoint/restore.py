@@ -92,11 +92,11 @@ class Place:
         assert local is not None
         if isinstance(before, torch.Tensor) and before.shape == self.held.shape:
             inside = before._local_tensor if isinstance(before, DTensor) else before
-            is_alike = self.param is None or self.param.form.is_alike(before)
+            is_alike = self.param is None or self.param.form.has_same_cut(before)
             if is_alike and tuple(plain_parts(inside)) == self.suffixes:
                 return before
         made = torch.zeros_like(local)
-        return made if self.param is None else self.param.form.like(made)
+        return made if self.param is None else self.param.form.wrap(made)
 
     def state_like(self, dtype: torch.dtype, before: object) -> torch.Tensor:
         """Return memory for state that is cut as the parameter is: ``before``, if it fits."""
@@ -106,14 +106,14 @@ class Place:
             if held is not None and is_plain and tuple(held.shape) == self.shape:
                 return held
             return torch.empty(self.shape, dtype=dtype, device=self.data.device)
-        if held is not None and self.param.form.is_alike(held):
+        if held is not None and self.param.form.has_same_cut(held):
             return held
         shape, home = self.param.cut.local_shape, self.param.unit.home
         if isinstance(home, Home) and home.files.optimizer is not None:
-            return self.param.form.like(
+            return self.param.form.wrap(
                 home.in_file(home.files.optimizer, prod(shape), dtype).view(shape)
             )
-        return self.param.form.like(torch.empty(shape, dtype=dtype, device=self.data.device))
+        return self.param.form.wrap(torch.empty(shape, dtype=dtype, device=self.data.device))
 
 
 def places_of_sharded(param: ShardedParam) -> list[Place]:

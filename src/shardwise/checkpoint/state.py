@@ -375,7 +375,7 @@ def _collect_optimizer(
         for key, value in optimizer.saved_state(param.sharded).items():
             listed = value if isinstance(value, list | tuple) else ()
             is_cut = isinstance(value, DTensor)
-            is_other = is_cut and not param.form.is_alike(value)
+            is_other = is_cut and not param.form.has_same_cut(value)
             if is_other or any(isinstance(each, DTensor) for each in listed):
                 raise CheckpointError(
                     f"optimizer: {optimizer.name} keeps its state '{key}', found at '{name}', "

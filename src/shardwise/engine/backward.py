@@ -17,7 +17,7 @@ from shardwise.engine.reductions import Reductions
 from shardwise.engine.schedule import Schedule
 from shardwise.engine.seams import Activations
 from shardwise.unit.gradient import any_grad_hooks, run_grad_hooks
-from shardwise.unit.param import sum_as_they_come
+from shardwise.unit.param import accumulate_partial_grad
 from shardwise.unit.states import GradState
 from shardwise.unit.unit import Unit
 
@@ -109,7 +109,7 @@ class Backward:
         """Raise StateError for a parameter's gradient with a graph."""
         if torch.is_grad_enabled():
             raise graph_of_means(self._rules.where_full)
-        sum_as_they_come(leaf)
+        accumulate_partial_grad(leaf)
 
     def on_reached(self, call: Call) -> None:
         """Raise StateError if create_graph=True needs freed parameters; visit skipped units."""

@@ -22,7 +22,9 @@ class Reduction:
         self._tracer = units[0].comm.tracer
         # If a parameter asks its unit, ``p.grad`` is set at the read: a pass that raises must leave
         # the old one. A plain attribute, and hooks that step in backward, need it at once.
-        self.finishes_on_read = any(p.form.finishes_on_read for u in units for p in u.params)
+        self.finishes_reduction_on_read = any(
+            p.form.finishes_reduction_on_read for u in units for p in u.params
+        )
         self.is_dropped = False  # the result is discarded
         self._running: RunningSum | None = None
         self._first: list[ShardedParam] = []  # got their first gradient from it
@@ -43,7 +45,7 @@ class Reduction:
             return
         with self._tracer.span("wait_reduce", *self._names):
             self._running.wait()
-        if not self.finishes_on_read and not self.is_dropped:
+        if not self.finishes_reduction_on_read and not self.is_dropped:
             self.finish()
 
     @torch.no_grad()
@@ -154,7 +156,7 @@ class Reductions:
     def close(self) -> None:
         """Start the remaining reductions at the end of a backward pass."""
         self._queue.close()
-        if not any(reduction.finishes_on_read for reduction in self._queue.all):
+        if not any(reduction.finishes_reduction_on_read for reduction in self._queue.all):
             self._queue.take()
 
     def finish(self, unit: Unit | None = None) -> None:

@@ -289,7 +289,7 @@ class Engine:
         failed = isinstance(sys.exc_info()[1], CollectiveError)
         return failed or self.conditions.unusable is not None
 
-    # -- called by parameters (unit.EngineOfUnits)
+    # -- called by parameters (unit.ParamEngine)
     def is_running(self) -> bool:
         """Tell whether a forward pass runs, or a backward pass, which may recompute one."""
         return bool(self.passes.stack) or (in_backward() and not self.backward.runs_grad_hooks)

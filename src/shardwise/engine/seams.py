@@ -65,7 +65,9 @@ def attach_steppers(units: Iterable[Unit]) -> None:
         import_module("shardwise.step.probe").find_collectives()
         import_module("shardwise.step.refused_classes").refuse_wrong_classes()
         import_module("shardwise.step.shared_draws").draw_as_one_process()
-        if any(not param.form.finishes_on_read for unit in units for param in unit.params):
+        if any(
+            not param.form.finishes_reduction_on_read for unit in units for param in unit.params
+        ):
             import_module("shardwise.step.stand_ins").step_on_shard_tensors()
     if any(unit.home is not None for unit in units):
         import_module("shardwise.step.overlap").overlap_offloaded()

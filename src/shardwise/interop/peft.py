@@ -155,11 +155,11 @@ def _in_full(model: nn.Module, wanted: dict[str, DTensor], writeback: bool) -> I
     owners = list({id(p): owner_of(p) for p in wanted.values()}.values())
     with gathered(*(owner.sharded for owner in owners), writeback=writeback) as fulls:
         for owner, full in zip(owners, fulls, strict=True):
-            owner.put(full)
+            owner.put_in_modules(full)
         try:
             # A prompt encoder runs on the full parameters.
             with engine_of(model).conditions.suspended():
                 yield
         finally:
             for owner in owners:
-                owner.put(owner.sharded)
+                owner.put_in_modules(owner.sharded)

@@ -408,11 +408,11 @@ class _Leaves:
         """Give the units' layers new leaves."""
         for unit in units:
             for param, _ in self._params[unit.index]:
-                param.read_through(param.another_leaf())
+                param.show_leaf(param.new_leaf())
 
     def put_back(self) -> None:
         """Restore the original leaves in all layers."""
         for params in self._params.values():
             for param, leaf in params:
                 if param.full is not leaf:
-                    param.read_through(leaf)
+                    param.show_leaf(leaf)

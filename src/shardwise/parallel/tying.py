@@ -117,7 +117,7 @@ class Tie:
             whole = total[:-1].view(first.shape)
             for param, grad in zip(self.params, grads, strict=True):
                 if grad is None:
-                    param.sharded.grad = param.form.like(whole.clone())
+                    param.sharded.grad = param.form.wrap(whole.clone())
                 else:
                     (grad._local_tensor if isinstance(grad, DTensor) else grad).copy_(whole)
 

@@ -229,7 +229,7 @@ class Apart:
 
     def _hand_on(self, row: _Row, key: str, value: object) -> None:
         owner = owner_of(row.param) if _is_cut_alike(value, key, row.local) else None
-        self._state[row.param][key] = value if owner is None else owner.form.like(value)
+        self._state[row.param][key] = value if owner is None else owner.form.wrap(value)
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from shardwise.tensor.cut import Cut
 from shardwise.tensor.plain_state import GATHERS, owner_of
 from shardwise.tensor.replaced import params_of
 from shardwise.tensor.shard_tensor import ShardTensor
-from shardwise.unit.param import AsShardTensor, ShardedParam
+from shardwise.unit.param import ShardedParam, ShardTensorForm
 from shardwise.unit.unit import Unit
 
 _STAND_INS = "_shardwise_stand_ins"  # on an optimizer: its `_StandIns`
@@ -140,8 +140,8 @@ class _Place:
         return True
 
     @property
-    def form(self) -> AsShardTensor:
-        return AsShardTensor(self.param.cut, self.of.requires_grad)
+    def form(self) -> ShardTensorForm:
+        return ShardTensorForm(self.param.cut, self.of.requires_grad)
 
     @property
     def gradient(self) -> _Place:
@@ -173,9 +173,9 @@ class _Place:
         if value is None:
             self.of.grad = None
         elif isinstance(value, DTensor):
-            self.of.grad = self.param.form.like(local_of(value))
+            self.of.grad = self.param.form.wrap(local_of(value))
         else:
-            self.of.grad = self.param.form.like(cut.slice_of(value).clone())
+            self.of.grad = self.param.form.wrap(cut.slice_of(value).clone())
 
     def add_hook(self, hook: Callable[[Any], None]) -> RemovableHandle:
         return self.of.register_post_accumulate_grad_hook(hook)
@@ -279,7 +279,7 @@ class _Step:
         held = self._stand_ins.values.get((id(state), id(place.of), key))
         if held is not None and held[0] is value:  # nearly always
             return held[1]
-        return _changed(value, place.param.form.is_alike, place.stand_in_of)
+        return _changed(value, place.param.form.has_same_cut, place.stand_in_of)
 
     def hand_back(self) -> None:
         """Write states, options and attributes of the copies back."""
@@ -311,7 +311,7 @@ class _Step:
         def is_alike(each: Any) -> bool:
             return isinstance(each, ShardTensor) and each._cut.matches(cut)
 
-        found = _changed(value, is_alike, lambda each: form.like(local_of(each)))
+        found = _changed(value, is_alike, lambda each: form.wrap(local_of(each)))
         if isinstance(value, ShardTensor):
             values[where] = (found, value)
         return found

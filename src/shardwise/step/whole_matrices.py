@@ -174,7 +174,7 @@ class _WholeStep:
         is_alike = type(value) is torch.Tensor and value.shape == param.shape
         if not is_alike or key in PLAIN_SCALARS:
             return value
-        return owner_of(param).form.like(value)
+        return owner_of(param).form.wrap(value)
 
 
 def _plain(value: object) -> object:

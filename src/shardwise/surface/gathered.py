@@ -285,7 +285,7 @@ def _check(engine: Engine, params: list[ShardedParam], source: int | None) -> No
 
 def _put(params: list[ShardedParam], standing: list[nn.Parameter]) -> None:
     for param, stands in zip(params, standing, strict=True):
-        param.put(stands)
+        param.put_in_modules(stands)
 
 
 @torch.no_grad()

@@ -36,7 +36,7 @@ from shardwise.surface.methods import FSDPModule
 from shardwise.surface.state import ModuleState
 from shardwise.trace import FullParamLedger
 from shardwise.unit.encodings import SubclassGather
-from shardwise.unit.param import AsShardTensor, ShardedParam
+from shardwise.unit.param import ShardedParam, ShardTensorForm
 from shardwise.unit.storage import Storage
 from shardwise.unit.unit import Gather, Unit
 
@@ -286,15 +286,17 @@ def _copy_unit(unit: Unit, comm: Comm, engine: Engine, ledger: FullParamLedger, 
         storages[id(storage)] = _copy_storage(storage, made, ledger)
     for param in unit.params:
         cut = param.cut.over(comm)
-        form = AsShardTensor(cut, param.sharded.requires_grad)
+        form = ShardTensorForm(cut, param.sharded.requires_grad)
         copied = ShardedParam(made, param.uses, form, param.shape, cut=cut, dim=param.dim)
         if isinstance(param.encoding, SubclassGather):
-            form.place_apart(copied, _copy_chunk(param))
-            copied.lie_apart(param.encoding.for_copy())
+            form.make_sharded(copied, _copy_chunk(param))
+            copied.detach_storage(param.encoding.for_copy())
             copied.index = param.index
         else:
-            copied.lie_in(storages[id(param.storage)], param.index)
-        copied.keep_notes({k: v for k, v in vars(param.sharded).items() if not k.startswith("_")})
+            copied.attach_storage(storages[id(param.storage)], param.index)
+        copied.copy_attributes(
+            {k: v for k, v in vars(param.sharded).items() if not k.startswith("_")}
+        )
         made.params.append(copied)
         memo[id(param.sharded)] = copied.sharded
     known = {id(param): copied for param, copied in zip(unit.params, made.params, strict=True)}

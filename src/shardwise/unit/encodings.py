@@ -293,7 +293,7 @@ class SeparateParams:
         for param in self._stored:
             param.encoding.finish(param)
         for param in self._in_flight:
-            param.complete()
+            param.finish_gather()
 
     def free(self) -> None:
         """Free the memory of the full parameters, as the storages free theirs."""

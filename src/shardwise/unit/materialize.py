@@ -42,7 +42,7 @@ from shardwise.tensor.inner import (
 from shardwise.trace import FullParamLedger
 from shardwise.unit.encodings import SubclassGather
 from shardwise.unit.home import Home, Homes, Room
-from shardwise.unit.param import AsShardTensor, EngineOfUnits, ShardedParam
+from shardwise.unit.param import ParamEngine, ShardedParam, ShardTensorForm
 from shardwise.unit.storage import Nearby, Storage
 from shardwise.unit.sums import RowsApart, Sum
 from shardwise.unit.unit import Gather, Unit
@@ -94,7 +94,7 @@ class Materializer:
         config: ShardConfig,
         comm: Comm,
         ledger: FullParamLedger,
-        engine: EngineOfUnits,
+        engine: ParamEngine,
         init: Init | None,
         specs: Sequence[UnitSpec],
         homes: Homes | None = None,
@@ -246,11 +246,11 @@ class Materializer:
             for part in plain_parts(value).values():
                 unit.comm.broadcast(part, collective, also=also)
             cut = make_cut(shape, layout, number, unit.comm, spec.name)
-            form = AsShardTensor(cut, spec.param.requires_grad)
+            form = ShardTensorForm(cut, spec.param.requires_grad)
             param = ShardedParam(unit, spec.uses, form, shape, cut=cut)
-            form.place_apart(param, chunk_of(value, axis.size, axis.rank).to(device))
+            form.make_sharded(param, chunk_of(value, axis.size, axis.rank).to(device))
             frees = self._config.stage.frees_after_backward
-            param.lie_apart(SubclassGather(policy, axis.size, frees=frees))
+            param.detach_storage(SubclassGather(policy, axis.size, frees=frees))
             param.index = number
             param.gradient.hooks.adopt(spec.param)
             unit.add(param)
@@ -281,12 +281,12 @@ class Materializer:
                 value = local_of(param.param).detach().contiguous()
                 collective = CollectiveId("broadcast", param.name, unit.index)
                 comm.broadcast(value, collective, also=self._copied_over(param.param, comm))
-            form = AsShardTensor(cut, param.param.requires_grad)
+            form = ShardTensorForm(cut, param.param.requires_grad)
             made = ShardedParam(unit, param.uses, form, shape, cut=cut, dim=dim)
             made.holds_codes = holds_codes(param.param)
-            made.lie_in(storage, number)
+            made.attach_storage(storage, number)
             storage.fill(number, made.encoding.order_by_rank(value))
-            made.keep_notes(vars(param.param))
+            made.copy_attributes(vars(param.param))
             made.gradient.hooks.adopt(param.param)
             unit.add(made)
         storage.free()

@@ -1,8 +1,9 @@
 """One parameter of a unit: its sharded form, its full form, and its gradient.
 
-`Form` defines its sharded form in the model, `encodings.Encoding` its gather. `shard()` uses
-`AsShardTensor`; a read of its gradient asks the unit. `fully_shard` uses `AsDTensor`, as torch
-does; its gradient is an attribute, set as soon as it is reduced.
+A `Form` is the class of the sharded tensor in the model. An `encodings.Encoding` is how the
+parameter is gathered. `shard()` uses `ShardTensorForm`: reading ``p.grad`` finishes the reduction.
+`fully_shard` uses `DTensorForm`, as torch does: ``p.grad`` is an attribute, set when the reduction
+is finished.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,32 +40,35 @@ class Tie(Protocol):
     name: str
 
     def counts(self, param: "ShardedParam") -> bool:
-        """Tell whether this is the copy that counts where each parameter counts once."""
+        """Tell whether this copy is the one to count where each parameter counts once."""
 
 
 class Form(Protocol):
-    """The sharded form; ``finishes_on_read``: a read of its gradient finishes the reduction."""
+    """The class of the sharded tensor, and where its gradient is.
 
-    finishes_on_read: bool
+    ``finishes_reduction_on_read``: reading ``p.grad`` finishes the reduction in flight.
+    """
+
+    finishes_reduction_on_read: bool
 
     @property
     def outer(self) -> DTensorSpec | None:
-        """The placement on axes of another mesh, if the parameter was a DTensor before."""
+        """The placement on another mesh, if the parameter was a DTensor before sharding."""
 
-    def place(self, param: "ShardedParam", storage: Storage) -> None:
-        """Put the elements of the parameter in the model into a storage."""
+    def place_in_storage(self, param: "ShardedParam", storage: Storage) -> None:
+        """Move this rank's elements of the parameter into a storage."""
 
-    def like(self, local: torch.Tensor) -> DTensor:
-        """Return a tensor with the parameter's cut and the local tensor ``local``."""
+    def wrap(self, local: torch.Tensor) -> DTensor:
+        """Return a sharded tensor of ``local`` with the parameter's cut."""
 
-    def is_alike(self, value: Any) -> bool:
+    def has_same_cut(self, value: Any) -> bool:
         """Tell whether a tensor has the parameter's cut."""
 
     def full(self, view: torch.Tensor) -> torch.Tensor:
-        """Return the layers' tensor over the full parameter's memory."""
+        """Return the tensor that layers compute with, over the full parameter's memory."""
 
     def full_grad(self, grad: torch.Tensor) -> torch.Tensor:
-        """Return the memory of a full gradient."""
+        """Return a full gradient as a plain tensor."""
 
     def grad_of(self, param: "ShardedParam") -> torch.Tensor | None:
         """Return the reduced gradient."""
@@ -74,33 +78,33 @@ class Form(Protocol):
 
 
 @dataclass(frozen=True)
-class AsShardTensor:
-    """A `ShardTensor` with the cut ``cut``, which autograd trains or not."""
+class ShardTensorForm:
+    """A `ShardTensor` with the cut ``cut``; ``is_trained``: it requires a gradient."""
 
     cut: Cut
     is_trained: bool
-    finishes_on_read = True
+    finishes_reduction_on_read = True
 
     @property
     def outer(self) -> DTensorSpec | None:
-        """The placement on axes of another mesh, if the parameter was a DTensor before."""
+        """The placement on another mesh, if the parameter was a DTensor before sharding."""
         return self.cut.outer
 
-    def place(self, param: "ShardedParam", storage: Storage) -> None:
-        """Make the parameter over the storage's memory."""
+    def place_in_storage(self, param: "ShardedParam", storage: Storage) -> None:
+        """Make the sharded parameter over the storage's memory."""
         local = storage.local(param.index, self.cut.local_shape)
-        self.place_apart(param, local)
+        self.make_sharded(param, local)
 
-    def place_apart(self, param: "ShardedParam", local: torch.Tensor) -> None:
-        """Make the parameter from elements outside any storage."""
-        made = ShardTensor.wrap(local, self.cut, param)
-        param.sharded = cast("Sharded", nn.Parameter(made, requires_grad=self.is_trained))
+    def make_sharded(self, param: "ShardedParam", local: torch.Tensor) -> None:
+        """Make the sharded parameter of this rank's elements."""
+        sharded = ShardTensor.wrap(local, self.cut, param)
+        param.sharded = cast("Sharded", nn.Parameter(sharded, requires_grad=self.is_trained))
 
-    def like(self, local: torch.Tensor) -> DTensor:
+    def wrap(self, local: torch.Tensor) -> DTensor:
         """Return a ShardTensor that no unit owns."""
         return ShardTensor.wrap(local, self.cut)
 
-    def is_alike(self, value: Any) -> bool:
+    def has_same_cut(self, value: Any) -> bool:
         """Tell whether the tensor is a ShardTensor whose cut matches."""
         return isinstance(value, ShardTensor) and value._cut.matches(self.cut)
 
@@ -124,18 +128,19 @@ class AsShardTensor:
             param.gradient.mean = ShardTensor.wrap(mean, self.cut)
         else:
             if param.has_storage:
-                param.storage.mean_memory.forget()  # the sum lies elsewhere; do not keep two
+                # The sum is in other memory, so the buffer of this mean need not stay.
+                param.storage.mean_memory.forget()
             (grad._local_tensor if isinstance(grad, ShardTensor) else grad).add_(mean)
 
 
 @dataclass(frozen=True)
-class AsDTensor:
+class DTensorForm:
     """A DTensor of torch with ``spec``.
 
-    ``full_spec`` is set if the parameter was a DTensor before (tensor parallelism); its full form
-    is one too. Its gradients may be partial sums over ``summed_dims`` of its mesh, which are
-    data-parallel axes. ``outer`` is ``full_spec`` without these. ``identity`` identifies parameters
-    that two calls tie.
+    ``full_spec`` is the spec of the full form if the parameter was a DTensor before sharding, of
+    tensor parallelism. Its gradients may be partial sums over ``summed_dims`` of that mesh, which
+    are data-parallel axes. ``outer`` is ``full_spec`` without these. ``identity`` is the same for
+    two parameters if two calls of `fully_shard` tie them.
     """
 
     spec: DTensorSpec
@@ -143,22 +148,22 @@ class AsDTensor:
     full_spec: DTensorSpec | None = None
     outer: DTensorSpec | None = None
     summed_dims: Sequence[int] = ()
-    finishes_on_read = False
+    finishes_reduction_on_read = False
 
-    def place(self, param: "ShardedParam", storage: Storage) -> None:
+    def place_in_storage(self, param: "ShardedParam", storage: Storage) -> None:
         """Move the local tensor's elements into the storage."""
         local_shape = tuple(param.sharded._local_tensor.shape)
         shape = local_shape if param.dim == 0 else (1, torch.Size(local_shape).numel())
-        place = storage.local_at_start(param.index, shape).view(local_shape)
-        place.copy_(param.sharded._local_tensor)
-        param.sharded._local_tensor = place
+        local = storage.local_at_start(param.index, shape).view(local_shape)
+        local.copy_(param.sharded._local_tensor)
+        param.sharded._local_tensor = local
 
-    def like(self, local: torch.Tensor) -> DTensor:
+    def wrap(self, local: torch.Tensor) -> DTensor:
         """Return a DTensor of the same mesh and placements."""
         return as_dtensor(local, self.spec)
 
-    def is_alike(self, value: Any) -> bool:
-        """Compare mesh and placements."""
+    def has_same_cut(self, value: Any) -> bool:
+        """Tell whether the tensor is a DTensor of the same mesh, placements and shape."""
         meta = self.spec.tensor_meta
         if not isinstance(value, DTensor) or meta is None or value.shape != meta.shape:
             return False
@@ -176,42 +181,43 @@ class AsDTensor:
 
     def grad_of(self, param: "ShardedParam") -> torch.Tensor | None:
         """Return the DTensor's ``grad``."""
-        found: torch.Tensor | None = param.sharded.grad
-        return found
+        grad: torch.Tensor | None = param.sharded.grad
+        return grad
 
     def add_to_grad(self, param: "ShardedParam", mean: torch.Tensor) -> None:
         """Set the DTensor's ``grad``, or add to it; run the user's hooks."""
-        held = param.sharded
-        mean = mean.to(held.device)
-        if held.grad is None:
-            held.grad = as_dtensor(mean, held._spec)
+        sharded = param.sharded
+        mean = mean.to(sharded.device)
+        if sharded.grad is None:
+            sharded.grad = as_dtensor(mean, sharded._spec)
         else:
-            local_of(held.grad).add_(mean)
-        hooks = getattr(held, "_post_accumulate_grad_hooks", None) or {}
+            local_of(sharded.grad).add_(mean)
+        hooks = getattr(sharded, "_post_accumulate_grad_hooks", None) or {}
         for hook in hooks.values():
-            hook(held)
+            hook(sharded)
 
 
 def _local_grad(grad: Any, spec: DTensorSpec, summed_dims: Sequence[int] = ()) -> torch.Tensor:
-    """Return this rank's part of a DTensor's gradient, placed as in ``spec``.
+    """Return the local tensor of a DTensor's gradient, redistributed as ``spec`` places it.
 
     A partial sum over ``summed_dims`` of its mesh stays partial; the reduction completes it.
     """
     grad = waited_for(grad)
-    wanted = list(spec.placements)
+    placements = list(spec.placements)
     for dim in summed_dims:
-        wanted[dim] = grad.placements[dim]
-    if tuple(wanted) != tuple(grad.placements):
-        grad = grad.redistribute(placements=wanted)
-    found: torch.Tensor = grad._local_tensor
-    return found
+        placements[dim] = grad.placements[dim]
+    if tuple(placements) != tuple(grad.placements):
+        grad = grad.redistribute(placements=placements)
+    local: torch.Tensor = grad._local_tensor
+    return local
 
 
-_SUMS = "_shardwise_sums"  # on a leaf: the parameter that sums its gradients as they arrive
+# The attribute of a `new_leaf`: the parameter to whose partial sum its gradient is added.
+_PARAM_OF_LEAF = "_shardwise_sums"
 
 
-class EngineOfUnits(Protocol):
-    """The engine's interface for parameters: operations on more than one unit."""
+class ParamEngine(Protocol):
+    """Interface of the engine that parameters and units call."""
 
     @property
     def is_last_micro_batch(self) -> bool:
@@ -239,7 +245,16 @@ class EngineOfUnits(Protocol):
 class ShardedParam:
     """A parameter in its ``sharded`` form and its ``full`` form, which is autograd's leaf.
 
-    The cut is along ``dim``.
+    - ``uses``: the places in modules where the parameter is registered; the first one names it.
+    - ``shape``: of the full parameter, on this rank before data parallelism cuts it.
+    - ``dim``: the dim along which it is cut.
+    - ``index``: its number in the layout of its storage.
+    - ``sharded``: this rank's elements, as in ``model.parameters()``; set by ``form``.
+    - ``leaf``: the full parameter; its memory is the storage's or the encoding's.
+    - ``local``: the local tensor of ``sharded`` when it was laid out. If ``sharded`` has another
+      one, the user has put it there.
+    - ``tie``: the copies of the parameter on other pipeline stages, if there are any.
+    - ``holds_codes``: the elements are quantized codes, which no cast may change.
     """
 
     def __init__(
@@ -262,23 +277,22 @@ class ShardedParam:
         self._storage: Storage | None = None
         self.index = 0
         self.sharded: Sharded = None  # type: ignore[assignment]  # until it is laid out
-        self.leaf: nn.Parameter | None = None  # None until it is made; `SubclassGather` makes it
-        # The local tensor when it was laid out; another one in its place was put there by the user.
-        self.local: torch.Tensor = None  # type: ignore[assignment]
+        self.leaf: nn.Parameter | None = None  # of a `SubclassGather`, None until the first gather
+        self.local: torch.Tensor = None  # type: ignore[assignment]  # until it is laid out
         self.gradient = Gradient(self)
-        self.tie: Tie | None = None  # with copies on other pipeline stages
+        self.tie: Tie | None = None
         self.aliases = Aliases()
         self.holds_codes = False
-        self._watched = False
+        self._is_watched = False  # the engine's callback is on the leaf
 
     @property
     def name(self) -> str:
-        """The name in the model, of its first use."""
+        """The name in the model of the parameter's first use."""
         return self.uses[0].name
 
     @property
     def full(self) -> nn.Parameter:
-        """The full form, if it has been made: autograd's leaf."""
+        """The full parameter, autograd's leaf; it must have been gathered once."""
         assert self.leaf is not None, f"'{self.name}' has not been gathered yet"
         return self.leaf
 
@@ -289,7 +303,7 @@ class ShardedParam:
 
     @property
     def cut(self) -> Cut:
-        """The cut, if the parameter `has_cut`."""
+        """The cut, as a range of elements; the parameter must have one, see `has_cut`."""
         assert self._cut is not None, f"'{self.name}' is not cut by ranges of elements"
         return self._cut
 
@@ -304,7 +318,7 @@ class ShardedParam:
 
     @property
     def storage(self) -> Storage:
-        """The storage, if the parameter `has_storage`."""
+        """The storage of the parameter's elements; there must be one, see `has_storage`."""
         assert self._storage is not None, f"'{self.name}' is in no storage"
         return self._storage
 
@@ -313,75 +327,85 @@ class ShardedParam:
         return self._storage is storage
 
     @property
-    def engine(self) -> EngineOfUnits:
+    def engine(self) -> ParamEngine:
         """The engine of the parameter's model."""
         assert self.unit.engine is not None, f"'{self.name}': its unit has no engine yet"
         return self.unit.engine
 
     # -- memory
-    def lie_in(self, storage: Storage, index: int) -> None:
-        """Put the sharded parameter's elements into ``storage`` as parameter ``index``."""
-        self._storage, self.index = storage, index
-        self.form.place(self, storage)
+    def attach_storage(self, storage: Storage, index: int) -> None:
+        """Move this rank's elements into ``storage`` as parameter ``index``; make the leaf."""
+        self._storage = storage
+        self.index = index
+        self.form.place_in_storage(self, storage)
         self.local = self.sharded._local_tensor
         self._make_leaf(self.encoding.attach(storage.view(index), tuple(self.local.shape)))
 
-    def lie_apart(self, encoding: Encoding) -> None:
-        """Leave the sharded parameter in its memory, outside any storage."""
-        self._storage, self.encoding, self.leaf = None, encoding, None
+    def detach_storage(self, encoding: Encoding) -> None:
+        """Keep this rank's elements in the sharded tensor's memory; gather them by ``encoding``."""
+        self._storage = None
+        self.encoding = encoding
+        self.leaf = None
         self.local = self.sharded._local_tensor
 
     def _make_leaf(self, view: torch.Tensor) -> None:
         is_trained = self.sharded.requires_grad
         self.leaf = make_full(self.form.full(view), is_trained, self.unit.slots.access)
-        self._watched = False
+        self._is_watched = False
         self.watch()
 
     def watch(self) -> None:
         """Install the engine's callback for a written gradient, if the unit has an engine."""
-        engine: EngineOfUnits | None = self.unit.engine
-        if engine is None or self._watched or self.leaf is None:
+        engine: ParamEngine | None = self.unit.engine
+        if engine is None or self._is_watched or self.leaf is None:
             return
         if self.leaf.requires_grad:
             engine.watch_grad(self.unit, self.leaf)
-            self._watched = True
+            self._is_watched = True
 
-    def another_leaf(self) -> nn.Parameter:
-        """Return another leaf of the same memory, whose gradients are summed as they arrive."""
-        made = nn.Parameter(self.full.detach())
-        vars(made)[_SUMS] = self
-        self.engine.watch_grad(self.unit, made)
-        return made
+    def new_leaf(self) -> nn.Parameter:
+        """Return a new leaf over the full parameter's memory.
 
-    def read_through(self, leaf: nn.Parameter) -> None:
-        """Make the layers, also those that run now, read this leaf of the same memory."""
+        `accumulate_partial_grad` adds its gradient to the parameter's unreduced sum.
+        """
+        leaf = nn.Parameter(self.full.detach())
+        vars(leaf)[_PARAM_OF_LEAF] = self
+        self.engine.watch_grad(self.unit, leaf)
+        return leaf
+
+    def show_leaf(self, leaf: nn.Parameter) -> None:
+        """Use ``leaf`` from now on, also in modules that show the full parameter now."""
         self.leaf = leaf
         if self.unit.shows_full:
-            self.put(leaf)
+            self.put_in_modules(leaf)
 
     @torch.no_grad()
-    def complete(self) -> None:
-        """Make the full parameter whole after the gather; copy ``requires_grad`` to it."""
-        made = self.encoding.finish(self)
-        if made is not None:
-            # A separate version counter: gathers may write into the leaf's memory.
-            self._make_leaf(made.data.as_strided(self.shape, contiguous_stride(self.shape), 0))
+    def finish_gather(self) -> None:
+        """Finish the full parameter after the gather; copy ``requires_grad`` to it."""
+        new_full = self.encoding.finish(self)
+        if new_full is not None:
+            # Through ``.data``: it gives the leaf a separate version counter, so that later gathers
+            # into its memory are no in-place writes for autograd.
+            stride = contiguous_stride(self.shape)
+            self._make_leaf(new_full.data.as_strided(self.shape, stride, 0))
         if self.full.requires_grad != self.sharded.requires_grad:
             self.full.requires_grad_(self.sharded.requires_grad)
             self.watch()
 
     @property
     def padded_size(self) -> torch.Size:
-        """The shape of the largest rank's part."""
+        """The shape of the largest part that a rank has."""
         num_ranks = self.unit.comm.axes.shard.size
-        sizes = enumerate(self.shape)
-        return torch.Size(-(-s // num_ranks) if d == self.dim else s for d, s in sizes)
+        return torch.Size(
+            -(-size // num_ranks) if dim == self.dim else size
+            for dim, size in enumerate(self.shape)
+        )
 
-    def keep_notes(self, notes: Mapping[str, Any]) -> None:
-        """Copy the user's attributes of the original parameter."""
-        ours = ("_cut", "_owner", "_is_param", "_local_tensor", "_spec")
-        for name, value in notes.items():
-            if name not in ours:
+    def copy_attributes(self, attributes: Mapping[str, Any]) -> None:
+        """Copy the attributes that the user has set on the original parameter."""
+        reserved = ("_cut", "_owner", "_is_param", "_local_tensor", "_spec")
+        for name, value in attributes.items():
+            if name not in reserved:
                 vars(self.sharded).setdefault(name, value)
 
     def _full_memory(self) -> torch.Tensor | None:
@@ -396,38 +420,39 @@ class ShardedParam:
 
     @torch.no_grad()
     def keep_written(self, value: nn.Parameter, *, in_place: bool) -> str | None:
-        """Keep what a forward pass has put in the full parameter's place, or in its memory.
+        """Keep the value that a forward pass has given the full parameter.
 
-        ``in_place``: the memory was written. Return the reason if it cannot be kept. Then the full
-        parameter is as it was.
+        ``value`` is the parameter in the module now: the full one or another. ``in_place``: the
+        memory of the full one was written. Return the reason if the value cannot be kept; then the
+        full parameter is as it was before.
         """
         memory = self._full_memory()
         if memory is None:
             return "it is a copy there"
         new = data_of(value)
-        is_alike = (new.shape, new.dtype, type(new)) == (memory.shape, memory.dtype, torch.Tensor)
-        is_elsewhere = new.data_ptr() != memory.data_ptr()
+        fits = type(new) is torch.Tensor and (new.shape, new.dtype) == (memory.shape, memory.dtype)
+        has_other_memory = new.data_ptr() != memory.data_ptr()
         holds_shards = self.storage.memory.aliased and not self.storage.frees
         reason = None
         if value is not self.full and (value.requires_grad or self.full.requires_grad):
-            reason = "another parameter stands in its place, which no optimizer trains"
-        elif not is_alike:
+            reason = "it was replaced by another parameter, which no optimizer trains"
+        elif not fits:
             reason = f"it has shape {tuple(new.shape)} and dtype {new.dtype} now"
-        elif not holds_shards and (in_place or is_elsewhere):
+        elif not holds_shards and (in_place or has_other_memory):
             reason = "it is a copy there"
-        elif is_elsewhere:
+        elif has_other_memory:
             memory.copy_(new)
         self.restore_memory()
         return reason
 
     def restore_memory(self) -> None:
-        """Give the full parameter the memory that gathers write, if it was given other memory."""
+        """Give the full parameter the memory that gathers write, if a user has replaced it."""
         memory = self._full_memory()
         if memory is not None and data_of(self.full).data_ptr() != memory.data_ptr():
             set_full_data(self.full, memory)
 
-    def put(self, param: nn.Parameter) -> None:
-        """Put a parameter into every module that uses this one."""
+    def put_in_modules(self, param: nn.Parameter) -> None:
+        """Register ``param`` in every module that uses this parameter."""
         for use in self.uses:
             if type(use.module).__setattr__ is nn.Module.__setattr__:
                 use.module._parameters[use.attribute] = param
@@ -456,22 +481,22 @@ class ShardedParam:
 
     @torch.no_grad()
     def assign(self, value: torch.Tensor) -> None:
-        """Take over values that are assigned to ``p.data``; see Note [Assignment of data].
+        """Copy the values that are assigned to ``p.data``; see Note [Assignment of data].
 
-        **Cost** a gather of the values if they are cut otherwise.
+        **Cost** a gather of the values if their cut differs.
 
         **Raises** ShardError for another shape or dtype, before anything is changed.
         """
-        held = self.sharded
-        if value.shape != held.shape or value.dtype != held.dtype:
+        sharded = self.sharded
+        if value.shape != sharded.shape or value.dtype != sharded.dtype:
             raise ShardError(
-                f"parameter '{self.name}' is {tuple(held.shape)} {held.dtype} and was to become "
-                f"{tuple(value.shape)} {value.dtype}; change the model before shard(), and its "
-                "dtype by shard(precision=...)"
+                f"parameter '{self.name}' is {tuple(sharded.shape)} {sharded.dtype} and was to "
+                f"become {tuple(value.shape)} {value.dtype}; change the model before shard(), and "
+                "its dtype by shard(precision=...)"
             )
         other = owner_of_elements(value) if isinstance(value, ShardTensor) else None
         if other is self:
-            return  # its own elements
+            return  # ``p.data = p.data``
         new: torch.Tensor = value
         shared: Shared | None = None
         if not isinstance(value, ShardTensor):
@@ -480,25 +505,26 @@ class ShardedParam:
             new = value.full_tensor()
         if isinstance(other, ShardedParam):
             shared = SharedParam(other.name, other.aliases)
-        self.aliases.release(held._local_tensor, self.name)
-        held.copy_(new)
+        self.aliases.release(sharded._local_tensor, self.name)
+        sharded.copy_(new)
         self.engine.note_assigned(self, shared)
 
     # -- the interface for checkpoints and contexts
     @property
     def grad(self) -> torch.Tensor | None:
-        """The reduced gradient, as far as reductions are finished."""
+        """The reduced gradient; reductions in flight are not waited for."""
         return self.form.grad_of(self)
 
     @property
     def is_trained(self) -> bool:
         """Tell whether the parameter gets gradients."""
-        of = self.leaf if self.form.finishes_on_read and self.leaf is not None else self.sharded
-        return bool(of.requires_grad)
+        if self.form.finishes_reduction_on_read and self.leaf is not None:
+            return self.leaf.requires_grad
+        return bool(self.sharded.requires_grad)
 
 
-def sum_as_they_come(leaf: torch.Tensor) -> None:
-    """Add a leaf's gradient to its parameter's unreduced sum, if it is `another_leaf`."""
-    param: ShardedParam | None = vars(leaf).get(_SUMS)
+def accumulate_partial_grad(leaf: torch.Tensor) -> None:
+    """Add a leaf's gradient to its parameter's unreduced sum, if `new_leaf` has made the leaf."""
+    param: ShardedParam | None = vars(leaf).get(_PARAM_OF_LEAF)
     if param is not None:
         param.gradient.keep_partial(leaf)

@@ -34,7 +34,7 @@ class Slots:
 
     def add(self, param: "ShardedParam") -> None:
         """Take the places of a parameter, and put its sharded form there."""
-        param.put(param.sharded)
+        param.put_in_modules(param.sharded)
         for use in param.uses:
             self._places.append((use.module._parameters, use.attribute, param))
 

@@ -26,7 +26,7 @@ from shardwise.config import Precision
 from shardwise.stages import UnitSettings
 from shardwise.unit.encodings import SeparateParams
 from shardwise.unit.home import Home
-from shardwise.unit.param import EngineOfUnits, ShardedParam
+from shardwise.unit.param import ParamEngine, ShardedParam
 from shardwise.unit.slots import Slots
 from shardwise.unit.states import (
     GRAD_TRANSITIONS,
@@ -127,7 +127,7 @@ class Unit:
         index: int,
         modules: Sequence[nn.Module],
         comm: Comm,
-        engine: EngineOfUnits | None,
+        engine: ParamEngine | None,
         settings: UnitSettings,
         precision: Precision,
         sums: Sum,
@@ -253,8 +253,8 @@ class Unit:
     def _stand_full(self) -> None:
         with torch._C._DisableFuncTorch():
             for param in self.params:
-                param.complete()
-                param.put(param.full)
+                param.finish_gather()
+                param.put_in_modules(param.full)
             self._versions = [param.full._version for param in self.params]
             self.slots.access.take_written()
         if self.slots.watch is not None:
@@ -285,7 +285,7 @@ class Unit:
         self.gather.separate.free()
         if self.settings.stands_while_full:
             for param in self.params:
-                param.put(param.sharded)
+                param.put_in_modules(param.sharded)
                 param.encoding.free()
         for storage in self.storages:
             if storage.copy.is_held:

@@ -27,7 +27,7 @@ from shardwise.tensor.inner import chunk_of, has_own_gather, holds_codes
 from shardwise.tensor.plain_state import FULLY_SHARD, OfFullyShard
 from shardwise.trace import FullParamLedger
 from shardwise.unit.encodings import CONTIGUOUS, AlongDim, SubclassGather
-from shardwise.unit.param import AsDTensor, ShardedParam
+from shardwise.unit.param import DTensorForm, ShardedParam
 from shardwise.unit.storage import Nearby, Storage
 from shardwise.unit.sums import RowsApart, Sum
 from shardwise.unit.unit import Gather, Unit
@@ -100,7 +100,7 @@ def take(
     shard = spread.axes.shard
     _check(uses[0].name, param, values, dim, shard.size)
     spec = sharded_spec(param, uses[0].name, dim, spread)
-    form = AsDTensor(
+    form = DTensorForm(
         spec,
         # It identifies tied parameters of two calls; `id` may be reused.
         vars(param).setdefault("_fully_shard_identity", object()),
@@ -150,12 +150,12 @@ def adopt(unit: Unit, asked: Asked, ledger: FullParamLedger) -> None:
     for param in unit.params:
         local, param.cut = param.sharded._local_tensor, None
         if has_own_gather(local):
-            param.lie_apart(SubclassGather(asked.mp, axis.size, param.dim))
+            param.detach_storage(SubclassGather(asked.mp, axis.size, param.dim))
             if not (param.dim or param.form.outer or local.is_meta):
                 layout = build_layout("rows", [param.shape], axis.size)
                 param.cut = make_cut(param.shape, layout, 0, unit.comm, param.name)
             continue
-        param.lie_apart(AlongDim(param.dim, param.shape) if param.dim else CONTIGUOUS)
+        param.detach_storage(AlongDim(param.dim, param.shape) if param.dim else CONTIGUOUS)
         if not local.is_meta:
             are_codes = holds_codes(local) or param.holds_codes
             casts = local.is_floating_point() and not are_codes
@@ -172,7 +172,7 @@ def adopt(unit: Unit, asked: Asked, ledger: FullParamLedger) -> None:
         for index, param in enumerate(params):
             cut = cut_along(param.shape, layout, index, unit.comm, param.dim, param.name)
             param.cut = cut if param.form.outer is None else cut_piece(cut, param.form.outer)
-            param.lie_in(storage, index)
+            param.attach_storage(storage, index)
         storage.free()
         storages.append(storage)
     unit.grads.rows_apart = list(_summed_apart(unit))

@@ -273,12 +273,12 @@ def _full_params(module: nn.Module, drawn: Mapping[int, torch.dtype]) -> Iterato
             memory = torch.empty(param.shape, dtype=drawn[id(param)], device="cpu")
             fulls[owner] = nn.Parameter(memory, requires_grad=param.requires_grad)
     for owner, full in fulls.items():
-        owner.put(full)
+        owner.put_in_modules(full)
     try:
         yield
     finally:
         for owner in fulls:
-            owner.put(owner.sharded)
+            owner.put_in_modules(owner.sharded)
     for owner, full in fulls.items():
         owner.sharded.to_local().copy_(owner.cut.slice_of(full))
         setattr(owner.sharded, _DONE, True)
