@@ -274,7 +274,11 @@ class Engine:
         others_follow = output is not None and self.conditions.rounds.others_follow
         if goes_on and unit.settings.stage.frees_after_forward:
             self.schedule.note_ahead(unit)
-        with nullcontext() if unit.gather.nearby is None else unit.gather.nearby.leaving():
+        with (
+            nullcontext()
+            if unit.gather.secondary is None
+            else unit.gather.secondary.keeping_parts()
+        ):
             self.schedule.after_forward(
                 unit,
                 in_backward=call.in_backward,

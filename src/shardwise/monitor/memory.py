@@ -176,7 +176,7 @@ def _add_params(blocks: _Blocks, unit: Unit) -> None:
 def _add_grads(blocks: _Blocks, unit: Unit) -> None:
     place = place_of(unit, "grads")
     for storage in unit.storages:
-        blocks.add(place_of(unit), "grad_shards", unit.name, storage.mean_memory.held)
+        blocks.add(place_of(unit), "grad_shards", unit.name, storage.mean_memory.kept)
         if storage.unreduced is not None:
             blocks.add("device", "grad_shards", unit.name, [storage.unreduced.sums])
     is_empty = unit.grads.state is GradState.EMPTY and not unit.settings.stands_while_full

@@ -300,9 +300,9 @@ def _copy_unit(unit: Unit, comm: Comm, engine: Engine, ledger: FullParamLedger, 
         made.params.append(copied)
         memo[id(param.sharded)] = copied.sharded
     known = {id(param): copied for param, copied in zip(unit.params, made.params, strict=True)}
-    for rows in unit.grads.rows_apart:
+    for rows in unit.grads.gradient_rows:
         of_copies = tuple(known[id(param)] for param in rows.params)
-        made.grads.rows_apart.append(replace(rows, params=of_copies))
+        made.grads.gradient_rows.append(replace(rows, params=of_copies))
     made.lay_out(list(storages.values()))
     for storage in made.storages:  # last, because the full parameters are views of it
         storage.free()
@@ -319,10 +319,16 @@ def _copy_chunk(param: ShardedParam) -> torch.Tensor:
 
 @torch.no_grad()
 def _copy_storage(storage: Storage, unit: Unit, ledger: FullParamLedger) -> Storage:
-    dtypes = storage.master.dtype, storage.full.dtype
-    stage, home = unit.settings.stage, unit.home
-    where = storage.full.device, ledger, home
-    made = Storage(storage.layout, storage.rank, stage, dtypes, *where, storage.coding)
+    made = Storage(
+        storage.layout,
+        storage.rank,
+        unit.settings.stage,
+        (storage.master.dtype, storage.full.dtype),
+        storage.full.device,
+        ledger,
+        home=unit.home,
+        coding=storage.coding,
+    )
     made.master.copy_(storage.master)
     return made
 

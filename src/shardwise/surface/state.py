@@ -169,7 +169,7 @@ class ModuleState(_State):
         """Free full parameters after forward, or keep them for backward."""
         self.change_stage(frees_after_forward=frees)
         for unit in self.units:
-            unit.gather.nearby = None
+            unit.gather.secondary = None
 
     def allow_in_flight(self, num: int) -> None:
         """Limit the reductions in flight; the largest limit of any module counts."""

@@ -123,7 +123,7 @@ class Gradient:
         if param.leaf is not None:
             param.leaf.grad = None
         if kept is not None:
-            begin = param.storage.place_in_shards(param.index)
+            begin = param.storage.shard_offset_of(param.index)
             kept.drop(param, slice(begin, begin + param.cut.hi - param.cut.lo))
             if not kept.params:
                 param.storage.unreduced = None

@@ -50,7 +50,7 @@ class SlicesInFile(Protocol):
     def finish_read(self, version: int) -> None:
         """Wait for a read of this version. **Raises** StorageError if it has failed."""
 
-    def take(self, version: int) -> torch.Tensor:
+    def take_slices(self, version: int) -> torch.Tensor:
         """Return memory with the slices: a buffer that has been read, or the mapped file."""
 
     def release(self) -> None:

@@ -43,8 +43,8 @@ from shardwise.trace import FullParamLedger
 from shardwise.unit.encodings import SubclassGather
 from shardwise.unit.home import Home, Homes, Room
 from shardwise.unit.param import ParamEngine, ShardedParam, ShardTensorForm
-from shardwise.unit.storage import Nearby, Storage
-from shardwise.unit.sums import RowsApart, Sum
+from shardwise.unit.storage import SecondaryShard, Storage
+from shardwise.unit.sums import GradientRows, Sum
 from shardwise.unit.unit import Gather, Unit
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -98,9 +98,9 @@ class Materializer:
         init: Init | None,
         specs: Sequence[UnitSpec],
         homes: Homes | None = None,
-        nearby: Axis | None = None,
+        secondary_axis: Axis | None = None,
     ) -> None:
-        self._nearby = nearby
+        self._secondary_axis = secondary_axis
         self._config = config
         self._comm = comm
         self._device = comm.device
@@ -185,7 +185,9 @@ class Materializer:
             optional=spec.optional,
             reads_in_backward=type(spec.module).forward is not nn.Embedding.forward,
         )
-        nearby = self._nearby if comm is self._comm else None
+        secondary: SecondaryShard | None = None
+        if self._secondary_axis is not None and comm is self._comm:
+            secondary = SecondaryShard(self._secondary_axis)
         unit = Unit(
             spec.name,
             index,
@@ -196,7 +198,7 @@ class Materializer:
             config.precision,
             # Experts on a separate mesh get the gradients of all batches from their layers.
             Sum(self._comm.axes.num_ranks),
-            Gather(nearby=Nearby(nearby) if nearby is not None else None),
+            Gather(secondary=secondary),
             home,
         )
         values = self._initialised(spec)
@@ -206,7 +208,7 @@ class Materializer:
         by_dtype: dict[torch.dtype, list[ParamSpec]] = {}
         for param in own:
             by_dtype.setdefault(param.param.dtype, []).append(param)
-        unit.grads.rows_apart = [self._build_apart(unit, params) for params in by_dtype.values()]
+        unit.grads.gradient_rows = [self._build_apart(unit, params) for params in by_dtype.values()]
         unit.lay_out(storages)
         return unit
 
@@ -230,7 +232,7 @@ class Materializer:
             found = group_by_dtypes(params, facts, precision.master, precision.param)
             yield from ((dtypes, members) for (dtypes, _), members in found.items())
 
-    def _build_apart(self, unit: Unit, params: list[ParamSpec]) -> RowsApart:
+    def _build_apart(self, unit: Unit, params: list[ParamSpec]) -> GradientRows:
         """Add to a unit parameters of one dtype that define their gather, cut by rows."""
         axis, device, precision = unit.comm.axes.shard, self._comm.device, unit.precision
         shapes = [tuple(spec.param.shape) for spec in params]
@@ -256,7 +258,7 @@ class Materializer:
             unit.add(param)
             made.append(param)
         dtype = params[0].param.dtype
-        return RowsApart(layout, axis.rank, tuple(made), dtype, precision.param or dtype, device)
+        return GradientRows(layout, axis.rank, tuple(made), dtype, precision.param or dtype, device)
 
     def _build_storage(
         self, unit: Unit, dtypes: Dtypes, params: list[ParamSpec], values: dict[str, torch.Tensor]
@@ -264,9 +266,16 @@ class Materializer:
         """Build one storage of a unit, fill it, and add its parameters to the unit."""
         stage, comm, axis = unit.settings.stage, unit.comm, unit.comm.axes.shard
         layout, dims = self._layout_of(params, axis)
-        args = layout, axis.rank, stage, dtypes, self._device, self._ledger, unit.home
-        coding = None if holds_codes(params[0].param) else unit.precision.coding
-        storage = Storage(*args, coding)
+        storage = Storage(
+            layout,
+            axis.rank,
+            stage,
+            dtypes,
+            self._device,
+            self._ledger,
+            home=unit.home,
+            coding=None if holds_codes(params[0].param) else unit.precision.coding,
+        )
         if any(param.param.requires_grad for param in params):
             storage.mean_memory.reserve()
         for number, (param, dim) in enumerate(zip(params, dims, strict=True)):

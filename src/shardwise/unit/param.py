@@ -129,7 +129,7 @@ class ShardTensorForm:
         else:
             if param.has_storage:
                 # The sum is in other memory, so the buffer of this mean need not stay.
-                param.storage.mean_memory.forget()
+                param.storage.mean_memory.drop_kept()
             (grad._local_tensor if isinstance(grad, ShardTensor) else grad).add_(mean)
 
 
@@ -154,7 +154,7 @@ class DTensorForm:
         """Move the local tensor's elements into the storage."""
         local_shape = tuple(param.sharded._local_tensor.shape)
         shape = local_shape if param.dim == 0 else (1, torch.Size(local_shape).numel())
-        local = storage.local_at_start(param.index, shape).view(local_shape)
+        local = storage.local_at_offset_zero(param.index, shape).view(local_shape)
         local.copy_(param.sharded._local_tensor)
         param.sharded._local_tensor = local
 

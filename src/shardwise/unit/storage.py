@@ -1,14 +1,15 @@
-"""The memory of one unit's parameters of one dtype: shards that persist, full copies that do not.
+"""The memory of one unit's parameters of one dtype: persistent shards, temporary full copies.
 
-`layout.memory`, Note [Where the shard lies], defines the buffers.
+Note [Where the shard lies] in `layout.memory` defines the buffers. [S] and [P] are their sizes: S
+elements of this rank's slices, P elements of the full copy, padding included.
 
-Note [Freed storage comes back to life]
+Note [Freed memory is allocated again]
 Freeing a full copy resizes its storage to zero bytes. The tensors that autograd saved still refer
-to that storage, and are valid again when backward gathers into it. The gather must not look like an
-in-place edit to autograd. So the layers' parameters are made through ``.data``, which gives them
+to that storage, and are valid again when backward gathers into it. Autograd must not take the
+gather for an in-place write. So the layers' parameters are made through ``.data``, which gives them
 separate version counters (FSDP2 resets the counters instead).
 
-Note [Spread over fewer ranks]
+Note [Secondary shards]
 The ranks of a smaller axis each keep one equal part of the unit's full memory, and backward gathers
 over that axis. A part is dropped when the parameters have changed. Source: FSDP2,
 ``fully_shard(reshard_after_forward=<int>)``; ZeRO++ (Wang et al. 2023), section 3.2, hpZ.
@@ -35,36 +36,42 @@ from shardwise.unit.partial import Unreduced
 
 
 class CodedGather(Protocol):
-    """The gather of encoded slices, see `codes.gather`, which is not part of the core."""
+    """Interface of the gather of encoded slices; `codes.gather` implements it."""
 
     items: Sequence[GatherItem]
 
     @property
     def memory(self) -> torch.Tensor:
-        """The memory of arriving bytes; empty between gathers."""
+        """The memory of received bytes; empty between gathers."""
 
     def start(self, slices: torch.Tensor, home: Home | None) -> Pending | None:
-        """Encode this rank's slices into its shares; return their copy from home, if any."""
+        """Encode this rank's slices into its shares; return the copy from their home, if any."""
 
     def finish(self) -> None:
-        """Decode arrived bytes into the full copy; do nothing if no gather was started."""
+        """Decode the received bytes into the full copy, if a gather was started."""
 
 
 def _coded_gather(wire: Wire | None, rank: int, full: torch.Tensor) -> CodedGather | None:
     if wire is None:
         return None
-    made: CodedGather = import_module("shardwise.codes.gather").CodedGather(wire, rank, full)
-    return made
+    coded: CodedGather = import_module("shardwise.codes.gather").CodedGather(wire, rank, full)
+    return coded
 
 
 class Storage:
     """Master slices and full copies of the parameters that one layout describes.
 
-    ``master`` is the buffer whose elements the optimizer updates: [S] for a separate shard, [P] if
-    the slices lie inside the full copy or (stage 0) every rank owns everything.
+    - ``master``: the flat buffer of this rank's slices, which the optimizer updates. [S] for a
+      separate shard; [P] if the slices are inside the full copy, or all ranks have all elements
+      (stage 0). It is in host memory or in a mapped file if the slices are offloaded.
+    - ``full``: the flat full copy [P] in the computing dtype. ``copy`` allocates and frees it.
+    - ``mean_memory``: the memory of the reduced gradients.
+    - ``shards_state``: slices are sharded (stages 1 to 3). ``frees``: the full copy is freed after
+      use.
+    - ``unreduced``: this window's sums over shards, see Note [Sums over replicas].
     """
 
-    unreduced: Unreduced | None = None  # see Note [Sums over replicas]
+    unreduced: Unreduced | None = None
 
     def __init__(
         self,
@@ -78,16 +85,26 @@ class Storage:
         coding: Coding | None = None,
     ) -> None:
         master_dtype, compute_dtype = dtypes
-        self.layout, self.rank, self.home = layout, rank, home
-        casts = master_dtype != compute_dtype
-        sizes = master_dtype.itemsize, compute_dtype.itemsize
-        stays = home is not None and home.leaves_copy
-        coding = coding if compute_dtype.is_floating_point else None
-        self.memory = Memory(layout, stage, *sizes, casts, home is not None, stays, coding, rank)
-        self.shards_state, self.frees = stage.shards_state, self.memory.frees
-        make = torch.zeros if self.memory.aliased else torch.empty
-        self.full = make(layout.full_numel, dtype=compute_dtype, device=device)
-        numel, file = self.memory.own_numel, None
+        self.layout = layout
+        self.rank = rank
+        self.home = home
+        self.memory = Memory(
+            layout,
+            stage,
+            master_size=master_dtype.itemsize,
+            full_size=compute_dtype.itemsize,
+            casts=master_dtype != compute_dtype,
+            is_away=home is not None,
+            stays=home is not None and home.leaves_copy,
+            coding=coding if compute_dtype.is_floating_point else None,
+            rank=rank,
+        )
+        self.shards_state = stage.shards_state
+        self.frees = self.memory.frees
+        allocate = torch.zeros if self.memory.aliased else torch.empty
+        self.full = allocate(layout.full_numel, dtype=compute_dtype, device=device)
+        numel = self.memory.own_numel
+        file: SlicesInFile | None = None
         if self.memory.aliased:
             self.master = self.full
         elif home is None:
@@ -98,12 +115,14 @@ class Storage:
         else:
             self.master = home.lasting(numel, master_dtype)
         self.copy = FullCopy(self.full, self.frees, None if self.memory.aliased else ledger)
-        self._places = [
-            layout.piece(i, rank).shard_offset if stage.shards_state else layout.full_offset(i)
-            for i in range(len(layout.params))
+        self._offsets = [
+            layout.piece(index, rank).shard_offset
+            if stage.shards_state
+            else layout.full_offset(index)
+            for index in range(len(layout.params))
         ]
-        self._shares = Shares(self.memory, self.copy.data, self.master.data, home, file)
-        # Where parameters are freed to save memory, that of their gradients is not kept either.
+        self._sources = GatherSources(self.memory, self.copy.data, self.master.data, home, file)
+        # If parameters are freed to save memory, the memory of their gradients is not kept either.
         is_kept = device.type == "cpu" and not stage.frees_after_backward
         self.mean_memory = MeansMemory(numel, master_dtype, device, home, is_kept=is_kept)
 
@@ -126,18 +145,18 @@ class Storage:
 
     @property
     def version(self) -> int:
-        """Return a number that changes whenever a slice is modified."""
+        """A number that changes whenever a slice is modified."""
         return self.master._version
 
-    def place_in_shards(self, index: int) -> int:
+    def shard_offset_of(self, index: int) -> int:
         """Return the offset of this rank's slice of parameter ``index`` among its slices.
 
         The offset is in [S] if state is sharded, else in [P].
         """
-        return self._places[index]
+        return self._offsets[index]
 
-    def _span(self, index: int, in_full: bool) -> slice:
-        """Return the place of this rank's slice of a parameter, in the full copy or the slices."""
+    def _slice_of(self, index: int, *, in_full: bool) -> slice:
+        """Return the range of this rank's elements of a parameter, in the full copy or [S]."""
         if not self.shards_state:
             begin = self.layout.full_offset(index)
             return slice(begin, begin + self.layout.params[index].numel)
@@ -147,37 +166,37 @@ class Storage:
 
     def local(self, index: int, local_shape: tuple[int, ...]) -> torch.Tensor:
         """Return this rank's slice of parameter ``index``, sharing memory with ``master``."""
-        return self.master[self._span(index, self.memory.aliased)].view(local_shape)
+        return self.master[self._slice_of(index, in_full=self.memory.aliased)].view(local_shape)
 
-    def local_at_start(self, index: int, local_shape: tuple[int, ...]) -> torch.Tensor:
-        """Return `local` as a tensor that begins at the start of a storage, over the same memory.
+    def local_at_offset_zero(self, index: int, local_shape: tuple[int, ...]) -> torch.Tensor:
+        """Return `local` with storage offset 0, over the same memory.
 
         A DTensor whose local tensor begins inside its storage can be neither pickled nor copied
         (torch 2.11 to 2.15). Its version counter is separate, so `version` does not see its edits.
         """
         local = self.local(index, local_shape)
         begin = local.storage_offset() * local.element_size()
-        own = local.untyped_storage()[begin : begin + local.nbytes]
-        apart = torch.empty(0, dtype=local.dtype, device=local.device)
-        return apart.set_(own, 0, local.shape, local.stride())
+        memory = local.untyped_storage()[begin : begin + local.nbytes]
+        moved = torch.empty(0, dtype=local.dtype, device=local.device)
+        return moved.set_(memory, 0, local.shape, local.stride())
 
     @torch.no_grad()
     def view(self, index: int) -> torch.Tensor:
-        """Return a view of the full parameter; see Note [Freed storage comes back to life]."""
+        """Return a view of the full parameter; see Note [Freed memory is allocated again]."""
         shape = self.layout.params[index].shape
         begin = self.layout.full_offset(index)
         return self.full.data.as_strided(shape, contiguous_stride(shape), begin)
 
     @torch.no_grad()
     def fill(self, index: int, full: torch.Tensor) -> None:
-        """Write a full value into parameter ``index``: this rank's slice, or all if all is kept."""
+        """Write a full value into ``master``: this rank's slice, or all if it has all elements."""
         flat = full.detach().reshape(-1)
         if self.memory.aliased or not self.shards_state:
             begin = self.layout.full_offset(index)
             self.master[begin : begin + flat.numel()].copy_(flat)
             return
         piece = self.layout.piece(index, self.rank)
-        self.master[self._span(index, in_full=False)].copy_(flat[piece.lo : piece.hi])
+        self.master[self._slice_of(index, in_full=False)].copy_(flat[piece.lo : piece.hi])
 
     # -- the full copy and its gathers
     def free(self) -> None:
@@ -187,27 +206,27 @@ class Storage:
     def prepare_gather(self) -> Sequence[GatherItem]:
         """Allocate the full copy and cast or encode this rank's shares; return the gather items."""
         self.copy.allocate()
-        self.copy.version = version = self.master._version
-        return self._shares.start(version)
+        self.copy.version = self.master._version
+        return self._sources.start(self.copy.version)
 
     def finish_read(self) -> None:
-        """Wait for slices that are read ahead. **Raises** StorageError if the read has failed."""
-        if self._shares.file is not None:
-            self._shares.file.finish_read(self.master._version)
+        """Wait for `read_ahead`. **Raises** StorageError if the read has failed."""
+        if self._sources.file is not None:
+            self._sources.file.finish_read(self.master._version)
 
     def read_ahead(self) -> None:
         """Start reading slices from their file, ahead of a gather."""
-        if self._shares.file is not None and not self.is_fresh:
-            self._shares.file.start_read(self.master._version)
+        if self._sources.file is not None and not self.is_fresh:
+            self._sources.file.start_read(self.master._version)
 
     def finish_fetch(self) -> None:
         """Wait until offloaded slices have been copied to the device."""
-        self._shares.finish_fetch()
+        self._sources.finish_fetch()
 
     def finish_gather(self) -> None:
-        """Decode the arrived bytes into the full copy, if gathers are encoded."""
-        if self._shares.coded is not None:
-            self._shares.coded.finish()
+        """Decode the received bytes into the full copy, if gathers are encoded."""
+        if self._sources.coded is not None:
+            self._sources.coded.finish()
 
     # -- the copy that stays on the device
     def mirror(self, index: int) -> torch.Tensor | None:
@@ -216,52 +235,57 @@ class Storage:
         It is in the computing dtype, and the masters are offloaded. None if no such copy stays.
         """
         memory = self.memory
-        if self._shares.resident is not None:
-            return self._shares.resident[self._span(index, in_full=False)]
+        if self._sources.resident is not None:
+            return self._sources.resident[self._slice_of(index, in_full=False)]
         if self.home is None or memory.frees or memory.needs_gather or memory.wire is not None:
             return None
-        return self.copy.data[self._span(index, in_full=True)]
+        return self.copy.data[self._slice_of(index, in_full=True)]
 
     @property
     def mirrored_version(self) -> int | None:
         """The version of the slices that every `mirror` holds."""
-        return self.copy.version if self._shares.resident is None else self._shares.resident_version
+        return (
+            self.copy.version if self._sources.resident is None else self._sources.resident_version
+        )
 
     def note_mirrored(self, version: int) -> None:
         """Record that every `mirror` now holds a version of the slices."""
-        if self._shares.resident is None:
+        if self._sources.resident is None:
             self.copy.version = version
         else:
-            self._shares.resident_version = version
+            self._sources.resident_version = version
 
     # -- figures
     @property
     def coded_memory(self) -> torch.Tensor | None:
-        """The memory of arriving encoded bytes, empty between gathers; None if not encoded."""
-        return None if self._shares.coded is None else self._shares.coded.memory
+        """The memory of received encoded bytes, empty between gathers; None if not encoded."""
+        return None if self._sources.coded is None else self._sources.coded.memory
 
     @property
     def coding(self) -> Coding | None:
         """The coding of gathers; None if they are not encoded."""
-        return None if self._shares.coded is None else self.memory.coding
+        return None if self._sources.coded is None else self.memory.coding
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of full copies alive now, beyond the slices."""
+        """Bytes of the full copy that is allocated now, without slices inside it."""
         return self.memory.beside_bytes if self.copy.is_allocated else 0
 
 
 class FullCopy:
     """The memory of full parameters: allocated by gathers, freed after use if the stage ``frees``.
 
-    ``ledger`` counts it; None if the slices lie inside. ``version`` is that of the slices whose
-    values it has; None if it has none.
+    ``ledger`` counts it; None if the slices are inside. ``version`` is the version of the slices
+    whose values it has; None if it has no values.
     """
 
     def __init__(self, full: torch.Tensor, frees: bool, ledger: FullParamLedger | None) -> None:
-        self.data, self.is_allocated = full.data, True
+        self.data = full.data
+        self.is_allocated = True
         self.version: int | None = None
-        self._nbytes, self._frees, self._ledger = full.nbytes, frees, ledger
+        self._nbytes = full.nbytes
+        self._frees = frees
+        self._ledger = ledger
         if ledger is not None:
             ledger.allocate(self._nbytes)
 
@@ -275,11 +299,11 @@ class FullCopy:
 
     @property
     def is_held(self) -> bool:
-        """Tell whether the memory could not be freed: ``tensor.numpy()`` makes it stay as it is."""
+        """Tell whether the memory could not be freed, as ``tensor.numpy()`` was called on it."""
         return self._frees and self.is_allocated and not self.data.untyped_storage().resizable()
 
     def free(self) -> None:
-        """Free the memory if the stage does, and give up its values."""
+        """Free the memory if the stage does; it has no values afterwards."""
         if self._frees and self.is_allocated:
             self.version = None
             if self.is_held:
@@ -298,12 +322,18 @@ class FullCopy:
             self._ledger = ledger
 
 
-class Shares:
-    """This rank's shares of a storage's gathers, brought from where the slices are.
+class GatherSources:
+    """The tensors that this rank sends in gathers of a storage: its share of each segment.
 
-    They are read from the slices, or from a ``resident`` copy of offloaded slices, which stays on
-    the device. Or they are brought into the full copy: ``coded``, from the host, or from a
-    ``file``. Items are made once: views outlive the memory under them.
+    A share is sent from one of four memories:
+
+    - from the slices themselves, if they have the computing dtype;
+    - from ``resident``, a copy of offloaded slices in the computing dtype that stays on the device;
+    - from its place in the full copy, where it is cast or copied first, from the device, the host,
+      or a ``file``;
+    - from the message of an encoded gather, ``coded``.
+
+    The gather items are made once: tensors stay valid when their memory is freed and allocated.
     """
 
     def __init__(
@@ -314,55 +344,63 @@ class Shares:
         home: Home | None,
         file: SlicesInFile | None,
     ) -> None:
-        self._memory, self._full, self._slices = memory, full, slices
-        self._home, self.file = home, file
+        self._memory = memory
+        self._full = full
+        self._slices = slices
+        self._home = home
+        self.file = file
         self.coded = _coded_gather(memory.wire, memory.rank, full)
         self.resident: torch.Tensor | None = None
         self.resident_version: int | None = None
         if memory.copy_bytes:
             self.resident = torch.empty(memory.own_numel, dtype=full.dtype, device=full.device)
         self._fetch: Pending | None = None
-        self._sources: list[torch.Tensor] = []
+        self._shares: list[torch.Tensor] = []  # in the slices, or in `resident`
         self._items: list[GatherItem] = []
         if not memory.stage.shards_state or self.coded is not None:
             return
         for segment in memory.layout.segments:
-            (begin, end), at = segment.share(memory.rank), segment.full_offset
-            own = full[at + begin : at + end]
-            gathered = full[at : at + segment.full_numel(memory.layout.num_ranks)]
-            source = own
+            begin, end = segment.share(memory.rank)
+            offset = segment.full_offset
+            share_in_full = full[offset + begin : offset + end]
+            gathered = full[offset : offset + segment.full_numel(memory.layout.num_ranks)]
+            share = share_in_full
             if not memory.aliased:
-                held = slices if self.resident is None else self.resident
-                source = held[segment.shard_offset :][: end - begin]
+                shard = slices if self.resident is None else self.resident
+                share = shard[segment.shard_offset :][: end - begin]
             in_place = memory.gathers_in_place
-            self._sources.append(source)
-            self._items.append(GatherItem(segment, own if in_place else source, gathered, in_place))
+            source = share_in_full if in_place else share
+            self._shares.append(share)
+            self._items.append(GatherItem(segment, source, gathered, in_place))
 
     def start(self, version: int) -> Sequence[GatherItem]:
-        """Start to bring the shares of a version of the slices; return the gather items."""
+        """Start copying the shares of a version of the slices; return the gather items."""
         if self.coded is not None:
-            slices = self._slices if self.file is None else self.file.take(version)
+            slices = self._slices if self.file is None else self.file.take_slices(version)
             self._fetch = self.coded.start(slices, self._home)
             return self.coded.items
         if not self._memory.stage.shards_state:
             if not self._memory.aliased:
-                self._bring([self._full], [self._slices], version)
+                self._copy_slices([self._slices], [self._full], version)
             return ()
         if self.resident is not None and self.resident_version != version:
             self.resident_version = version
-            self._bring([self.resident], [self._slices], version)
+            self._copy_slices([self._slices], [self.resident], version)
         if self._memory.fills_first and self._items:
-            self._bring([item.source for item in self._items], self._sources, version)
+            self._copy_slices(self._shares, [item.source for item in self._items], version)
         return self._items
 
-    def _bring(self, places: list[torch.Tensor], slices: list[torch.Tensor], version: int) -> None:
+    def _copy_slices(
+        self, slices: list[torch.Tensor], targets: list[torch.Tensor], version: int
+    ) -> None:
+        """Copy slices, or start copying them from their home."""
         if self._home is None:
-            torch._foreach_copy_(places, slices)
+            torch._foreach_copy_(targets, slices)
             return
         if self.file is not None:
-            memory = self.file.take(version)
-            slices = [memory[s.storage_offset() :][: s.numel()] for s in slices]
-        self._fetch = self._home.start_fetch(places, slices)
+            memory = self.file.take_slices(version)
+            slices = [memory[part.storage_offset() :][: part.numel()] for part in slices]
+        self._fetch = self._home.start_fetch(targets, slices)
 
     def finish_fetch(self) -> None:
         """Wait until offloaded slices have been copied to the device."""
@@ -390,28 +428,32 @@ class MeansMemory:
         *,
         is_kept: bool = False,
     ) -> None:
-        self._numel, self._dtype, self._device = numel, dtype, device
-        self._home, self._is_kept = home, is_kept
-        self._here, self._at_home = _Reused(), _Reused()
+        self._numel = numel
+        self._dtype = dtype
+        self._device = device
+        self._home = home
+        self._is_kept = is_kept
+        self._on_device = _ReusableBuffer()
+        self._at_home = _ReusableBuffer()
 
-    def take(self, dtype: torch.dtype, behind: int = 0) -> torch.Tensor:
-        """Return uninitialised memory for the means, and ``behind`` elements more."""
-        numel = self._numel + behind
+    def take_buffer(self, dtype: torch.dtype, num_extra: int = 0) -> torch.Tensor:
+        """Return uninitialised memory for the means, and for ``num_extra`` elements after them."""
+        numel = self._numel + num_extra
         if not self._is_kept:
             return torch.empty(numel, dtype=dtype, device=self._device)
-        found = self._here.lend()
-        if found is None or (found.numel(), found.dtype) != (numel, dtype):
-            found = self._here.keep(torch.empty(numel, dtype=dtype, device=self._device))
-        return found
+        buffer = self._on_device.lend()
+        if buffer is None or (buffer.numel(), buffer.dtype) != (numel, dtype):
+            buffer = self._on_device.keep(torch.empty(numel, dtype=dtype, device=self._device))
+        return buffer
 
-    def forget(self) -> None:
-        """Drop the kept memory, so that the next step allocates its own."""
-        self._here = _Reused()
+    def drop_kept(self) -> None:
+        """Drop the memory kept on the device; the next step allocates new memory."""
+        self._on_device = _ReusableBuffer()
 
     def reserve(self) -> None:
-        """Allocate now the memory to which means are evicted.
+        """Allocate the memory at home to which means are evicted.
 
-        If it is in use (by another micro-batch, or kept by the user), an eviction allocates more.
+        If it is in use, by another micro-batch or by the user, an eviction allocates more.
         """
         if self._home is not None and self._home.files.grads is None:
             self._at_home.keep(self._home.lasting(self._numel, self._dtype))
@@ -426,10 +468,10 @@ class MeansMemory:
         return self._home.start_evict(means, self._dtype, self._at_home.lend())
 
     @property
-    def held(self) -> list[torch.Tensor]:
+    def kept(self) -> list[torch.Tensor]:
         """The memory kept for means, on the device and at home."""
-        both = self._here.memory, self._at_home.memory
-        return [memory for memory in both if memory is not None]
+        buffers = (self._on_device, self._at_home)
+        return [buffer.memory for buffer in buffers if buffer.memory is not None]
 
     @property
     def bytes_at_home(self) -> int:
@@ -437,13 +479,18 @@ class MeansMemory:
         return 0 if self._at_home.memory is None else self._at_home.memory.nbytes
 
     def has_at_home(self, grad: torch.Tensor) -> bool:
-        """Tell whether a mean lies in the memory of `reserve`."""
-        kept, held = self._at_home.memory, grad.untyped_storage()
-        return kept is not None and held.data_ptr() == kept.untyped_storage().data_ptr()
+        """Tell whether a mean is in the memory that `reserve` has allocated."""
+        kept = self._at_home.memory
+        if kept is None:
+            return False
+        return grad.untyped_storage().data_ptr() == kept.untyped_storage().data_ptr()
 
 
-class _Reused:
-    """Memory that is lent again when no tensor but this one's refers to it."""
+class _ReusableBuffer:
+    """A buffer that is lent again when no other tensor refers to its memory.
+
+    Users may keep a mean, so the buffer asks torch how many tensors share its memory.
+    """
 
     def __init__(self) -> None:
         self.memory: torch.Tensor | None = None
@@ -451,11 +498,12 @@ class _Reused:
 
     def keep(self, memory: torch.Tensor) -> torch.Tensor:
         """Keep memory, and lend it."""
-        self.memory, self._num_references = memory, _num_references(memory)
+        self.memory = memory
+        self._num_references = _num_references(memory)
         return memory[:]
 
     def lend(self) -> torch.Tensor | None:
-        """Return a new tensor over the memory; None if it is in use, or none is kept."""
+        """Return a new tensor over the memory; None if it is in use, or if there is none."""
         if self.memory is None or _num_references(self.memory) > self._num_references:
             return None
         return self.memory[:]
@@ -467,44 +515,48 @@ def _num_references(tensor: torch.Tensor) -> int:
     return torch._C._storage_Use_Count(storage._cdata)
 
 
-class Nearby:
-    """The parts that this rank keeps of one unit, over the ranks of ``axis``."""
+class SecondaryShard:
+    """This rank's parts of one unit's full copies; backward gathers them over ``axis``.
+
+    See Note [Secondary shards].
+    """
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
-        self._leaves = False
+        self._keeps_parts = False
+        # One part of each storage's full copy, and the versions of the parameters that it has.
         self._parts: list[torch.Tensor] = []
         self._versions: list[int] = []
 
     @contextmanager
-    def leaving(self) -> Iterator[None]:
-        """Keep parts of storages freed inside, after a forward pass, if backward needs them."""
-        self._leaves = torch.is_grad_enabled()
+    def keeping_parts(self) -> Iterator[None]:
+        """Keep parts of the storages that are freed inside, if a backward pass follows."""
+        self._keeps_parts = torch.is_grad_enabled()
         try:
             yield
         finally:
-            self._leaves = False
+            self._keeps_parts = False
 
     @torch.no_grad()
-    def leave(self, storages: Iterable[Storage], versions: list[int]) -> None:
-        """Keep this rank's parts of full storages, which are about to be freed."""
-        if self._leaves:
-            axis = self.axis
+    def keep_parts(self, storages: Iterable[Storage], versions: list[int]) -> None:
+        """Copy this rank's parts of full storages that are about to be freed."""
+        if self._keeps_parts:
+            size, rank = self.axis.size, self.axis.rank
             self._versions = versions
-            self._parts = [s.full.data.chunk(axis.size)[axis.rank].clone() for s in storages]
+            self._parts = [storage.full.data.chunk(size)[rank].clone() for storage in storages]
 
-    def forget(self) -> None:
+    def drop_parts(self) -> None:
         """Drop the parts, after the parameters were replaced."""
         self._parts = []
 
-    def take(self, storages: Sequence[Storage], versions: list[int]) -> list[GatherItem]:
-        """Return the gather items of the parts over the axis; none if the parts are stale."""
+    def gather_items(self, storages: Sequence[Storage], versions: list[int]) -> list[GatherItem]:
+        """Return the gather items of the parts, and drop these; none if the parts are stale."""
         parts, self._parts = self._parts, []
         if not parts or self._versions != versions:
             return []
         items = []
         for storage, part in zip(storages, parts, strict=True):
             storage.copy.allocate()
-            segment = Segment(storage.full.numel(), part.numel(), 0, 0)
-            items.append(GatherItem(segment, part, storage.full.data, False))
+            segment = Segment(storage.full.numel(), part.numel(), full_offset=0, shard_offset=0)
+            items.append(GatherItem(segment, part, storage.full.data, in_place=False))
         return items

@@ -100,7 +100,7 @@ class Sum:
 
 
 @dataclass(frozen=True, eq=False)
-class RowsApart:
+class GradientRows:
     """The part of a `Storage` that sums of gradients use, without memory for parameters.
 
     ``params`` are of one dtype; ``layout`` has them by rows, in this order. ``compute_dtype`` is
@@ -120,7 +120,7 @@ class RowsApart:
         """The memory of the means, on the computing device."""
         return MeansMemory(self.layout.shard_numel(self.rank), self.master_dtype, self.device)
 
-    def place_in_shards(self, index: int) -> int:
+    def shard_offset_of(self, index: int) -> int:
         """Return the offset of this rank's rows of a parameter among its rows of all."""
         return self.layout.piece(index, self.rank).shard_offset
 
@@ -145,7 +145,7 @@ class _Part:
     """
 
     unit: "Unit"
-    storage: Storage | RowsApart
+    storage: Storage | GradientRows
     params: list[ShardedParam]
     out: torch.Tensor
     counts: torch.Tensor
@@ -198,7 +198,7 @@ class RunningSum:
                 if storage.unreduced is not None and not self._defers:
                     self._used_here.update(p for p in params if p in storage.unreduced.used)
                 items += self._start_storage(unit, storage, params)
-            for rows in unit.grads.rows_apart:
+            for rows in unit.grads.gradient_rows:
                 params = [param for param in rows.params if param.is_trained]
                 items += self._start_storage(unit, rows, params)
         collective = self._comm.collective_id("reduce_scatter", units[0].name, units[0].index)
@@ -230,7 +230,7 @@ class RunningSum:
         return pendings
 
     def _start_storage(
-        self, unit: "Unit", storage: Storage | RowsApart, params: list[ShardedParam]
+        self, unit: "Unit", storage: Storage | GradientRows, params: list[ShardedParam]
     ) -> list[ReduceItem]:
         if not params:
             return []
@@ -247,7 +247,7 @@ class RunningSum:
         num_counts = len(params) if self._comm.axes.num_ranks > 1 else 0
         # The counts are summed over replicas with the slices, so they lie behind them.
         behind = num_counts if self._replicate and not replicated else 0
-        buffer = storage.mean_memory.take(dtype, behind)
+        buffer = storage.mean_memory.take_buffer(dtype, num_extra=behind)
         out, counts = buffer.split([buffer.numel() - behind, behind])
         if self._defers and len(params) < len(layout.params):
             out.zero_()  # so that the window's sums start at 0 for parameters trained later
@@ -353,7 +353,7 @@ class RunningSum:
         if isinstance(part.storage, Storage) and part.storage.unreduced is not None:
             torch.add(part.storage.unreduced.sums, part.out, out=part.out)
             part.storage.unreduced = None
-            part.storage.mean_memory.forget()
+            part.storage.mean_memory.drop_kept()
         collective = self._comm.collective_id("all_reduce", part.unit.name, part.unit.index)
         if not part.storage.shards_state:
             summed = [*part.means, part.counts]
@@ -375,7 +375,7 @@ class RunningSum:
             kept.sums.add_(part.out)
             kept.params.update(part.params)
             kept.used |= used
-            part.storage.mean_memory.forget()  # the sum lies elsewhere; do not keep two
+            part.storage.mean_memory.drop_kept()  # the sum lies elsewhere; do not keep two
         self._parts = []
 
     def _start_gather(self, part: _Part) -> Pending:
@@ -399,7 +399,7 @@ class RunningSum:
         for param in part.params:
             if param in used:
                 shape = param.sharded._local_tensor.shape
-                begin = first + part.storage.place_in_shards(param.index)
+                begin = first + part.storage.shard_offset_of(param.index)
                 mean = out.as_strided(shape, contiguous_stride(shape), begin)
                 means[param] = mean if mean.dtype == dtype else mean.to(dtype)
         return means
@@ -412,7 +412,7 @@ class RunningSum:
 
 def _sums_in_half(unit: "Unit") -> bool:
     """Tell whether gradients of a unit are summed in float16."""
-    parts: list[Storage | RowsApart] = [*unit.storages, *unit.grads.rows_apart]
+    parts: list[Storage | GradientRows] = [*unit.storages, *unit.grads.gradient_rows]
     dtypes = (unit.reduce_dtype_of(part.master_dtype) or part.compute_dtype for part in parts)
     return torch.float16 in dtypes
 
@@ -441,7 +441,7 @@ def _may_defer(units: Sequence["Unit"]) -> bool:
         return False
     if first.settings.stands_while_full and first.grads.sums.all_reduces:
         return False
-    return all(unit.home is None and not unit.grads.rows_apart for unit in units)
+    return all(unit.home is None and not unit.grads.gradient_rows for unit in units)
 
 
 def _coding_of(unit: "Unit", shape: tuple[int, ...]) -> Coding | None:

@@ -36,21 +36,22 @@ from shardwise.unit.states import (
     check_transition,
 )
 from shardwise.unit.steps import RunningStep, finish_all
-from shardwise.unit.storage import Nearby, Storage
-from shardwise.unit.sums import RowsApart, Sum
+from shardwise.unit.storage import SecondaryShard, Storage
+from shardwise.unit.sums import GradientRows, Sum
 
 
 @dataclass
 class Gather:
     """The gather of a unit: how it is made, and its state.
 
-    ``transport``: a user's own; None means that of the unit's collectives. ``nearby``: parts that
-    backward gathers over fewer ranks. ``pending``: the collective in flight. ``separate``:
-    the parameters whose full form has memory besides the storages.
+    - ``transport``: a user's own; None means the transport of the unit's collectives.
+    - ``secondary``: the parts that backward gathers over fewer ranks, if there are any.
+    - ``pending``: the collective in flight.
+    - ``separate``: the parameters whose full form has memory besides the storages.
     """
 
     transport: Transport | None = None
-    nearby: Nearby | None = None
+    secondary: SecondaryShard | None = None
     state: ParamState = ParamState.SHARDED
     pending: Pending | None = None
     separate: SeparateParams = field(default_factory=SeparateParams)
@@ -61,7 +62,7 @@ class Gradients:
     """The gradients of a unit: how they are summed, and their state.
 
     ``num_reducing``: the reductions in flight, as a late gradient starts another.
-    ``has_local_sum``: see Note [Dtype of a sum]. ``rows_apart``: the layouts of gradients of
+    ``has_local_sum``: see Note [Dtype of a sum]. ``gradient_rows``: the layouts of gradients of
     parameters that lie in no storage.
     """
 
@@ -71,7 +72,7 @@ class Gradients:
     state: GradState = GradState.EMPTY
     num_reducing: int = 0
     has_local_sum: bool = False
-    rows_apart: list[RowsApart] = field(default_factory=list)
+    gradient_rows: list[GradientRows] = field(default_factory=list)
 
     def enter(self, state: GradState) -> None:
         """Change to a state, as the table allows; keep an equal one."""
@@ -199,11 +200,13 @@ class Unit:
             storage.finish_read()
         self._enter(ParamState.GATHERING)
         with self.comm.tracer.span("unshard", self.name), torch._C._DisableFuncTorch():
-            axis, items, nearby = self.comm.axes.shard, list[GatherItem](), self.gather.nearby
-            if nearby is not None:
-                items = nearby.take(self.storages, self._local_versions)
-            if items and nearby is not None:
-                axis = nearby.axis
+            axis = self.comm.axes.shard
+            items: list[GatherItem] = []
+            secondary = self.gather.secondary
+            if secondary is not None:
+                items = secondary.gather_items(self.storages, self._local_versions)
+            if items and secondary is not None:
+                axis = secondary.axis
             else:
                 for storage in self.storages:
                     if self.settings.stands_while_full or not storage.is_fresh:
@@ -218,8 +221,9 @@ class Unit:
                 return
             collective = self.comm.collective_id("all_gather", self.name, self.index)
             with nullcontext() if self.home is None else self.home.after_fetch():
-                by = self.gather.transport
-                self.gather.pending = self.comm.start_all_gather(items, axis, collective, by)
+                self.gather.pending = self.comm.start_all_gather(
+                    items, axis, collective, self.gather.transport
+                )
 
     def finish_steps(self) -> None:
         """Wait for background steps of the slices. **Raises** ShardError if one has failed."""
@@ -262,7 +266,7 @@ class Unit:
         for storage in self.storages:
             inside = [param for param in self.params if param.is_stored_in(storage)]
             have_separate = all(param.encoding.has_separate_memory for param in inside)
-            if have_separate and self.gather.nearby is None:
+            if have_separate and self.gather.secondary is None:
                 storage.free()
 
     def reshard(self) -> None:
@@ -277,8 +281,8 @@ class Unit:
             return
         if self.settings.stands_while_full:
             self._warn_of_writes()
-        if self.gather.nearby is not None and not self.gather.separate.has_items:
-            self.gather.nearby.leave(self.storages, self._local_versions)
+        if self.gather.secondary is not None and not self.gather.separate.has_items:
+            self.gather.secondary.keep_parts(self.storages, self._local_versions)
         for storage in self.storages:
             storage.free()
         self._enter(ParamState.SHARDED)

@@ -28,8 +28,8 @@ from shardwise.tensor.plain_state import FULLY_SHARD, OfFullyShard
 from shardwise.trace import FullParamLedger
 from shardwise.unit.encodings import CONTIGUOUS, AlongDim, SubclassGather
 from shardwise.unit.param import DTensorForm, ShardedParam
-from shardwise.unit.storage import Nearby, Storage
-from shardwise.unit.sums import RowsApart, Sum
+from shardwise.unit.storage import SecondaryShard, Storage
+from shardwise.unit.sums import GradientRows, Sum
 from shardwise.unit.unit import Gather, Unit
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def make_unit(
         asked.precision,
         Sum(spread.divisor or axes.num_ranks, in_param_dtype=_SUMS_IN_OWN_DTYPE),
         home=home,
-        gather=Gather(nearby=Nearby(nearby) if nearby is not None else None),
+        gather=Gather(secondary=SecondaryShard(nearby) if nearby is not None else None),
     )
 
 
@@ -142,8 +142,8 @@ def adopt(unit: Unit, asked: Asked, ledger: FullParamLedger) -> None:
     is_new = [_reread(param) for param in unit.params]  # a list: each must be read
     if not any(is_new):
         return
-    if unit.gather.nearby is not None:
-        unit.gather.nearby.forget()
+    if unit.gather.secondary is not None:
+        unit.gather.secondary.drop_parts()
     storages: list[Storage] = []
     axis = unit.comm.axes.shard
     groups: dict[Any, list[ShardedParam]] = {}
@@ -165,21 +165,27 @@ def adopt(unit: Unit, asked: Asked, ledger: FullParamLedger) -> None:
     for (master, compute, _, are_codes), params in groups.items():
         shapes = [_shape_in_memory(param, axis.size) for param in params]
         layout = build_layout("rows", shapes, axis.size)
-        dtypes = master, compute
-        device = unit.comm.device
-        args = layout, axis.rank, unit.settings.stage, dtypes, device, ledger, unit.home
-        storage = Storage(*args, None if are_codes else unit.precision.coding)
+        storage = Storage(
+            layout,
+            axis.rank,
+            unit.settings.stage,
+            (master, compute),
+            unit.comm.device,
+            ledger,
+            home=unit.home,
+            coding=None if are_codes else unit.precision.coding,
+        )
         for index, param in enumerate(params):
             cut = cut_along(param.shape, layout, index, unit.comm, param.dim, param.name)
             param.cut = cut if param.form.outer is None else cut_piece(cut, param.form.outer)
             param.attach_storage(storage, index)
         storage.free()
         storages.append(storage)
-    unit.grads.rows_apart = list(_summed_apart(unit))
+    unit.grads.gradient_rows = list(_gradient_rows(unit))
     unit.lay_out(storages)
 
 
-def _summed_apart(unit: Unit) -> Iterator[RowsApart]:
+def _gradient_rows(unit: Unit) -> Iterator[GradientRows]:
     """Yield the layouts of gradients of parameters that define their gather, one per dtype."""
     axis = unit.comm.axes.shard
     groups: dict[torch.dtype, list[ShardedParam]] = {}
@@ -191,7 +197,7 @@ def _summed_apart(unit: Unit) -> Iterator[RowsApart]:
         for number, param in enumerate(params):
             param.index = number
         compute = unit.precision.param or dtype
-        yield RowsApart(layout, axis.rank, tuple(params), dtype, compute, unit.comm.device)
+        yield GradientRows(layout, axis.rank, tuple(params), dtype, compute, unit.comm.device)
 
 
 def _reread(param: ShardedParam) -> bool:
