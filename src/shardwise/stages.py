@@ -41,8 +41,8 @@ class UnitSettings:
 
     ``keeps_last``: the root, and the unit whose backward comes next, stay full after forward.
     ``optional``: some ranks may skip it while others run it.
-    ``stands_while_full``: the modules hold the full parameters from the gather until they are freed
-    (FSDP2's contract), else for each call.
+    ``full_between_calls``: the modules hold the full parameters from the gather until they are
+    freed (FSDP2's contract), else during calls only.
     ``reads_in_backward``: backward needs the full parameters; an embedding's needs only the ids.
     ``stays_full``: full parameters stay after backward, for the next forward of a window.
     ``keeps_grads``: gradients stay on this rank at any stage, as long as it is True.
@@ -57,7 +57,7 @@ class UnitSettings:
     keeps_grads: bool = False
     awaits_end: bool = False
     optional: bool = False
-    stands_while_full: bool = False
+    full_between_calls: bool = False
     reads_in_backward: bool = True
     forward_prefetch: Sequence[Any] | None = None
     backward_prefetch: Sequence[Any] | None = None

@@ -152,7 +152,7 @@ def is_at_rest(part):
         assert not unit.slots.is_pinned
         frees = unit.settings.stage.frees_after_backward and unit.comm.axes.shard.size > 1
         assert not frees or unit.gather.state is ParamState.SHARDED
-        assert not any(param.gradient.is_kept for param in unit.params)
+        assert not any(param.gradient.exists for param in unit.params)
         assert all(param.full is None or param.full.grad is None for param in unit.params)
     assert all(p.grad is None for p in part.parameters())
     assert all(hasattr(p, "full_tensor") for p in part.parameters())

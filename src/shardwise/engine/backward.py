@@ -146,7 +146,9 @@ class Backward:
         for unit in reversed(self.units):
             reduces = self.schedule.reduces(unit, is_last)
             unit.grads.has_local_sum |= self.window_open and not reduces
-            waits = unit.is_deferred and (is_last is False or not unit.grads.sums.all_reduces)
+            waits = unit.is_deferred and (
+                is_last is False or not unit.grads.sum_settings.all_reduces
+            )
             left = reduces and unit.grads.state is GradState.PARTIAL and not waits
             if (self.passes.is_open(unit) or left) and not self.schedule.is_waiting(unit):
                 self.passes.close(unit)

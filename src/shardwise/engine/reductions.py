@@ -9,7 +9,7 @@ import torch
 
 from shardwise.engine.buckets import ReduceQueue
 from shardwise.unit.param import ShardedParam
-from shardwise.unit.sums import Held, RunningSum
+from shardwise.unit.sums import BuffersInFlight, RunningSum
 from shardwise.unit.unit import Unit
 
 
@@ -35,7 +35,7 @@ class Reduction:
         with self._tracer.span("reduce", *self._names):
             for unit in self.units:
                 unit.grads.begin_reducing()
-            self._running = RunningSum(self.units, self.units[0].grads.sums)
+            self._running = RunningSum(self.units, self.units[0].grads.sum_settings)
             for unit in self.units:
                 unit.grads.has_local_sum = False
 
@@ -78,12 +78,14 @@ class Reduction:
     def _forget_grads_if_none(self) -> None:
         for unit in self.units:
             if not unit.grads.num_reducing:
-                unit.grads.forget_if_none()
+                unit.grads.enter_empty_if_none()
 
     @property
-    def held(self) -> Held | None:
+    def held(self) -> BuffersInFlight | None:
         """The memory that the reduction holds while in flight, else None."""
-        return None if self._running is None else self._running.held(tuple(self._names))
+        return (
+            None if self._running is None else self._running.buffers_in_flight(tuple(self._names))
+        )
 
     @property
     def nbytes(self) -> int:
@@ -108,7 +110,7 @@ class Reductions:
         waits_at_close = any(
             unit.comm.axes.replicate is not None
             or not unit.settings.stage.shards_state
-            or unit.settings.stands_while_full
+            or unit.settings.full_between_calls
             for unit in units
         )
         self._queue: ReduceQueue[Unit, Reduction] = ReduceQueue(
@@ -116,7 +118,7 @@ class Reductions:
             bucket_bytes,
             reduces_in_flight,
             waits_at_close,
-            lambda unit: (id(unit.comm), unit.grads.sums.key),
+            lambda unit: (id(unit.comm), unit.grads.sum_settings.key),
         )
 
     def allow_in_flight(self, num: int) -> None:
@@ -129,7 +131,7 @@ class Reductions:
         return sum(r.nbytes for r in self._queue.all)
 
     @property
-    def held(self) -> list[Held]:
+    def held(self) -> list[BuffersInFlight]:
         """The memory of the reductions in flight."""
         return [held for reduction in self._queue.all if (held := reduction.held) is not None]
 
@@ -144,14 +146,14 @@ class Reductions:
             self._compare()
         if (
             is_shared
-            or unit.grads.sums.zero_fill
+            or unit.grads.sum_settings.zero_fill
             or any(param.gradient.has_partial for param in unit.params)
         ):
             self._queue.add(unit)
 
     def keep(self, unit: Unit) -> None:
         """Keep a unit's gradients on this rank, added to those of the window so far."""
-        unit.grads.keep_partials()
+        unit.grads.accumulate_partials()
 
     def close(self) -> None:
         """Start the remaining reductions at the end of a backward pass."""

@@ -273,7 +273,7 @@ def facts_of(
         offload="" if config.offload is None else str(config.offload),
         command=shlex.join(("python", *sys.orig_argv[1:]))[:MAX_NAME],
         unsharded_bytes=sum(p.nbytes for p in held if owner_of(p) is None),
-        reduces_units_alone=any(unit.settings.stands_while_full for unit in parts.units),
+        reduces_units_alone=any(unit.settings.full_between_calls for unit in parts.units),
     )
 
 

@@ -179,7 +179,7 @@ def _add_grads(blocks: _Blocks, unit: Unit) -> None:
         blocks.add(place_of(unit), "grad_shards", unit.name, storage.mean_memory.kept)
         if storage.unreduced is not None:
             blocks.add("device", "grad_shards", unit.name, [storage.unreduced.sums])
-    is_empty = unit.grads.state is GradState.EMPTY and not unit.settings.stands_while_full
+    is_empty = unit.grads.state is GradState.EMPTY and not unit.settings.full_between_calls
     for param in unit.params:
         gradient = param.gradient
         # Autograd writes before the unit's state changes.

@@ -92,9 +92,11 @@ class LocalSteps:
             raise refusal
         parts.rest("LocalSteps()")
         for unit in parts.units:
-            sums = unit.grads.sums
+            sums = unit.grads.sum_settings
             replicas = _replicas_of(unit)
-            unit.grads.sums = replace(sums, over_replicas=False, divisor=sums.divisor / replicas)
+            unit.grads.sum_settings = replace(
+                sums, over_replicas=False, divisor=sums.divisor / replicas
+            )
         for engine in parts.engines:
             engine.conditions.local_steps = self
         slices = [UnitSlices(unit, self.outer) for unit in parts.units]
@@ -406,7 +408,7 @@ class UnitSlices:
         parts = values.split([each.numel() for each in slices])
         for each, part in zip(slices, parts, strict=True):
             each.copy_(part.view(each.shape))
-        if self.unit.settings.stands_while_full:
+        if self.unit.settings.full_between_calls:
             self.unit.reshard()
 
     @property

@@ -33,7 +33,7 @@ def mean_loss(
     If no rank has a token, the loss is 0.
     """
     engine = engine_of(model)
-    comm, sums = engine.comm, engine.units[0].grads.sums
+    comm, sums = engine.comm, engine.units[0].grads.sum_settings
     count = torch.as_tensor(num_tokens, dtype=torch.float64, device=comm.device).reshape(1)
     for axis in comm.axes.all if sums.over_replicas else comm.axes.sharded:
         count = comm.sum_in_rank_order(count, axis, _COUNT)

@@ -356,7 +356,7 @@ class Overlap:
         owner = owner_of(param)
         if owner is not None:
             unit = owner.unit
-            stands = unit.settings.stands_while_full and unit.gather.state is ParamState.FULL
+            stands = unit.settings.full_between_calls and unit.gather.state is ParamState.FULL
             if unit.slots.is_pinned or stands:
                 return False
         had_state = self._stepped.get(param)

@@ -96,7 +96,7 @@ class FSDPModule(TorchFSDPModule):
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Sum gradients over replicas (HSDP), or over shards only for now."""
         for state in _states_of(self, recurse):
-            at_once = not state.units[0].settings.stands_while_full  # units of shard()
+            at_once = not state.units[0].settings.full_between_calls  # units of shard()
             replicates = any(unit.comm.axes.replicate is not None for unit in state.units)
             if at_once and replicates and not requires_all_reduce:
                 raise ConfigError(
@@ -190,7 +190,7 @@ class FSDPModule(TorchFSDPModule):
                 f"(reduce={unit.precision.reduce!r}), and encoded ones are summed in rank order "
                 "by Shardwise. Give a dtype as reduce="
             )
-        state.change_sums(own=PackedSum(comm))
+        state.change_sums(user_reduce_scatter=PackedSum(comm))
 
     def set_all_reduce_hook(self, hook: Any, *, stream: Any = None) -> None:
         """Call ``hook`` with the reduced gradients, one flat tensor per dtype of the unit."""
@@ -232,7 +232,7 @@ class FSDPModule(TorchFSDPModule):
         for unit in self._get_fsdp_state().units:
             own = (
                 getattr(unit.gather.transport, "all_gather", None),
-                unit.grads.sums.own,
+                unit.grads.sum_settings.user_reduce_scatter,
             )
             if any(own):
                 raise AssertionError(

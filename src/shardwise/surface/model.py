@@ -277,7 +277,7 @@ def _copy_unit(unit: Unit, comm: Comm, engine: Engine, ledger: FullParamLedger, 
         engine,
         unit.settings,
         unit.precision,
-        unit.grads.sums,
+        unit.grads.sum_settings,
         Gather(unit.gather.transport),
         home=None if unit.home is None else unit.home.over(comm.time),
     )
@@ -303,7 +303,7 @@ def _copy_unit(unit: Unit, comm: Comm, engine: Engine, ledger: FullParamLedger, 
     for rows in unit.grads.gradient_rows:
         of_copies = tuple(known[id(param)] for param in rows.params)
         made.grads.gradient_rows.append(replace(rows, params=of_copies))
-    made.lay_out(list(storages.values()))
+    made.set_storages(list(storages.values()))
     for storage in made.storages:  # last, because the full parameters are views of it
         storage.free()
     return made

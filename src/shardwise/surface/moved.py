@@ -54,7 +54,7 @@ class Moves:
         for param, uses in self.uses:
             param.uses = uses
         for unit in {id(param.unit): param.unit for param, _ in self.uses}.values():
-            unit.slots.take_places(unit.params)
+            unit.slots.replace_params(unit.params)
 
 
 def find_moves(

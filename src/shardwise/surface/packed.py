@@ -101,7 +101,7 @@ class Packed:
 
 @dataclass(frozen=True)
 class PackedSum:
-    """The transport of sums by a user's reduce-scatter; see `unit.sums.OwnSum`."""
+    """The transport of sums by a user's reduce-scatter; see `unit.sums.UserReduceScatter`."""
 
     reduce_scatter: ReduceScatter
 

@@ -83,9 +83,9 @@ def _keep(engine: Engine) -> None:
     for unit in engine.units:
         unit.settings = replace(unit.settings, keeps_grads=False)
         if unit.grads.state is GradState.PARTIAL:
-            unit.grads.keep_partials()
+            unit.grads.accumulate_partials()
             for param in unit.params:
-                param.gradient.leaves_scale = True
+                param.gradient.ignores_scale = True
 
 
 class Member:
@@ -163,7 +163,7 @@ class ModuleState(_State):
     def change_sums(self, **changes: Any) -> None:
         """Replace fields of the units' `sums`."""
         for unit in self.units:
-            unit.grads.sums = replace(unit.grads.sums, **changes)
+            unit.grads.sum_settings = replace(unit.grads.sum_settings, **changes)
 
     def free_after_forward(self, frees: bool) -> None:
         """Free full parameters after forward, or keep them for backward."""

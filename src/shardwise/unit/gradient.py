@@ -22,16 +22,18 @@ Hook = Callable[[Any], None]
 class Gradient:
     """The gradient of one parameter, reduced or not.
 
-    ``mean`` is the reduced gradient if the parameter's form asks the unit for it. ``partial`` is
-    the sum of unreduced gradients that autograd does not keep in the leaf. ``leaves_scale``: see
-    `PartialGrad`.
+    - ``mean``: this rank's slice of the reduced gradient, under `shard()`. Under FSDP2's contract
+      the slice is in ``grad`` of the sharded parameter instead.
+    - ``partial``: this rank's sum of unreduced gradients [full shape], without the one that
+      autograd keeps in the leaf. It lives until a reduction takes it.
+    - ``ignores_scale``: see `PartialGrad`.
     """
 
     def __init__(self, param: "ShardedParam") -> None:
         self.param = param
         self.mean: torch.Tensor | None = None
         self.partial: torch.Tensor | None = None
-        self.leaves_scale = False
+        self.ignores_scale = False
         self.hooks = GradHooks()
 
     # -- the interface of ShardTensor's Owner
@@ -45,17 +47,17 @@ class Gradient:
         return self.mean
 
     def write(self, value: torch.Tensor | None) -> None:
-        """Replace the gradient; None drops it. A full tensor is cut."""
+        """Replace the gradient; None drops it. A full tensor is sliced."""
         param, unit = self.param, self.param.unit
         if unit.grads.state is GradState.EMPTY and value is None:
             return
         if unit.grads.state is GradState.REDUCING:
             param.engine.finish_reductions(unit)
         if unit.grads.state is GradState.PARTIAL:
-            self.forget_partial()
+            self.clear_partial()
         if value is None:
             self.mean = None
-            unit.grads.forget_if_none()
+            unit.grads.enter_empty_if_none()
             return
         cut, dtype = param.cut, param.sharded.dtype
         if not isinstance(value, ShardTensor):
@@ -73,7 +75,6 @@ class Gradient:
         param = self.param
         return self.hooks.add(hook, param.sharded if param.leaf is None else param.leaf)
 
-    # -- dtypes
     @property
     def reduce_dtype(self) -> torch.dtype | None:
         """The dtype of sums of gradients; None means the gradients' dtype."""
@@ -81,7 +82,7 @@ class Gradient:
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        """The dtype of sums of unreduced gradients: `reduce_dtype`, or the sharded one's."""
+        """The dtype of sums of unreduced gradients: `reduce_dtype`, or the slices' dtype."""
         return self.reduce_dtype or self.param.sharded.dtype
 
     # -- unreduced gradients
@@ -92,8 +93,8 @@ class Gradient:
         return self.partial is not None or (leaf is not None and leaf.grad is not None)
 
     @property
-    def is_kept(self) -> bool:
-        """Tell whether the unit holds a gradient, reduced or not."""
+    def exists(self) -> bool:
+        """Tell whether the parameter has a gradient, reduced or not."""
         return self.mean is not None or self.has_partial or self.is_deferred
 
     @property
@@ -103,37 +104,47 @@ class Gradient:
 
     @property
     def _deferred(self) -> Unreduced | None:
-        kept = self.param.storage.unreduced if self.param.has_storage else None
-        return kept if kept is not None and self.param in kept.params else None
+        """The window's sums over shards that contain this parameter's gradient."""
+        unreduced = self.param.storage.unreduced if self.param.has_storage else None
+        if unreduced is None or self.param not in unreduced.params:
+            return None
+        return unreduced
 
     @property
     def gets_mean(self) -> bool:
-        """Tell whether a reduction gives a mean, also if frozen after a gradient in the window."""
+        """Tell whether a reduction gives a mean; also after the parameter was frozen."""
         return self.param.is_trained or self.is_deferred
 
     def drop_partial(self) -> None:
         """Drop the unreduced gradient and update the unit's state."""
-        self.forget_partial()
-        self.param.unit.grads.forget_if_none()
+        self.clear_partial()
+        self.param.unit.grads.enter_empty_if_none()
 
-    def forget_partial(self) -> None:
+    def clear_partial(self) -> None:
         """Drop the unreduced gradient; the caller updates the unit's state."""
-        param, kept = self.param, self._deferred
-        self.partial, self.leaves_scale = None, False
+        param = self.param
+        deferred = self._deferred
+        self.partial = None
+        self.ignores_scale = False
         if param.leaf is not None:
             param.leaf.grad = None
-        if kept is not None:
+        if deferred is not None:
             begin = param.storage.shard_offset_of(param.index)
-            kept.drop(param, slice(begin, begin + param.cut.hi - param.cut.lo))
-            if not kept.params:
+            deferred.drop(param, slice(begin, begin + param.cut.hi - param.cut.lo))
+            if not deferred.params:
                 param.storage.unreduced = None
 
-    def keep_partial(self, leaf: torch.Tensor | None = None) -> None:
-        """Add the micro-batch's gradient, or another leaf's, to the unreduced sum."""
+    def accumulate_partial(self, leaf: torch.Tensor | None = None) -> None:
+        """Add the micro-batch's gradient, or another leaf's, to the unreduced sum.
+
+        The first gradient stays in the leaf, where autograd adds to it, if it has the sum's dtype.
+        """
         leaf = self.param.leaf if leaf is None else leaf
         grad = None if leaf is None else leaf.grad
+        if leaf is None or grad is None:
+            return
         dtype = self.reduce_dtype
-        if leaf is None or grad is None or (self.partial is None and dtype in (None, grad.dtype)):
+        if self.partial is None and dtype in (None, grad.dtype):
             return
         leaf.grad = None
         self.partial = grad.to(dtype) if self.partial is None else self.partial.add_(grad)
@@ -145,7 +156,7 @@ class Gradient:
             return None
         grad, leaf.grad = leaf.grad, None
         partial, self.partial = self.partial, None
-        self.leaves_scale = False
+        self.ignores_scale = False
         if partial is not None:
             grad = partial if grad is None else partial.add_(grad)
         if grad is None:
@@ -155,7 +166,7 @@ class Gradient:
 
 
 class GradHooks:
-    """The hooks of one parameter; ``is_due`` if its gradient has grown since they ran."""
+    """The hooks of one parameter; ``is_due``: its gradient has changed since they ran."""
 
     def __init__(self) -> None:
         self.is_due = False
@@ -175,7 +186,7 @@ class GradHooks:
         return handle
 
     def adopt(self, plain: torch.Tensor) -> None:
-        """Take over the hooks of the original parameter; their handles stay valid."""
+        """Use the hooks of the original parameter; their handles stay valid."""
         if plain._post_accumulate_grad_hooks is not None:
             self._hooks = plain._post_accumulate_grad_hooks
 

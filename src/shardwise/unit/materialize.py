@@ -44,7 +44,7 @@ from shardwise.unit.encodings import SubclassGather
 from shardwise.unit.home import Home, Homes, Room
 from shardwise.unit.param import ParamEngine, ShardedParam, ShardTensorForm
 from shardwise.unit.storage import SecondaryShard, Storage
-from shardwise.unit.sums import GradientRows, Sum
+from shardwise.unit.sums import GradientRows, SumSettings
 from shardwise.unit.unit import Gather, Unit
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -197,7 +197,7 @@ class Materializer:
             settings,
             config.precision,
             # Experts on a separate mesh get the gradients of all batches from their layers.
-            Sum(self._comm.axes.num_ranks),
+            SumSettings(self._comm.axes.num_ranks),
             Gather(secondary=secondary),
             home,
         )
@@ -209,7 +209,7 @@ class Materializer:
         for param in own:
             by_dtype.setdefault(param.param.dtype, []).append(param)
         unit.grads.gradient_rows = [self._build_apart(unit, params) for params in by_dtype.values()]
-        unit.lay_out(storages)
+        unit.set_storages(storages)
         return unit
 
     def _groups(self, stored: Sequence[ParamSpec]) -> Iterator[tuple[Dtypes, list[ParamSpec]]]:

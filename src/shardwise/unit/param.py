@@ -527,4 +527,4 @@ def accumulate_partial_grad(leaf: torch.Tensor) -> None:
     """Add a leaf's gradient to its parameter's unreduced sum, if `new_leaf` has made the leaf."""
     param: ShardedParam | None = vars(leaf).get(_PARAM_OF_LEAF)
     if param is not None:
-        param.gradient.keep_partial(leaf)
+        param.gradient.accumulate_partial(leaf)

@@ -12,9 +12,11 @@ from shardwise.tensor.operations import FACTS
 
 @dataclass
 class Unreduced:
-    """Sums of a window's micro-batches over shards, which await their sum over replicas.
+    """Sums of a window's gradients over shards, to be summed over replicas later.
 
-    ``params`` have a part in them until it is dropped; ``used`` had a gradient on this rank.
+    - ``sums``: this rank's slices of the sums, flat, in the order of the storage [S].
+    - ``params``: the parameters whose gradients are in ``sums``.
+    - ``used``: those of ``params`` that had a gradient on this rank.
     """
 
     sums: torch.Tensor
@@ -29,10 +31,10 @@ class Unreduced:
 
 
 class Holder(Protocol):
-    """The holder of an unreduced gradient: a `Gradient`."""
+    """Interface of the `Gradient` that a `PartialGrad` stands for."""
 
     param: Any
-    leaves_scale: bool
+    ignores_scale: bool
 
     def drop_partial(self) -> None:
         """Drop the unreduced gradient."""
@@ -42,8 +44,8 @@ class PartialGrad(torch.Tensor):
     """The value of ``p.grad`` inside an accumulation window: a gradient without a mean yet.
 
     Its metadata can be read and it can be dropped (``zero_grad``); other operations raise. A
-    pipeline's schedule inside a window may divide it once, which changes nothing: the last schedule
-    divides the whole window.
+    pipeline's schedule inside a window may divide it once: with ``ignores_scale`` the division has
+    no effect, because the last schedule divides the whole window.
     """
 
     _holder: Holder
@@ -62,12 +64,12 @@ class PartialGrad(torch.Tensor):
 
     @classmethod
     def of(cls, holder: Holder) -> "PartialGrad":
-        """Make the stand-in for an unreduced gradient."""
-        held = holder.param.sharded
-        empty = torch.empty((), dtype=held.dtype, device=held.device)
-        made: PartialGrad = empty.expand(holder.param.cut.shape).as_subclass(cls)
-        made._holder = holder
-        return made
+        """Make the stand-in for an unreduced gradient; it has one element of memory."""
+        sharded = holder.param.sharded
+        empty = torch.empty((), dtype=sharded.dtype, device=sharded.device)
+        partial: PartialGrad = empty.expand(holder.param.cut.shape).as_subclass(cls)
+        partial._holder = holder
+        return partial
 
     @classmethod
     def __torch_function__(
@@ -91,8 +93,8 @@ class PartialGrad(torch.Tensor):
                 if isinstance(grad, PartialGrad):
                     grad._holder.drop_partial()
             return None
-        if name == "div_" and isinstance(args[0], PartialGrad) and args[0]._holder.leaves_scale:
-            args[0]._holder.leaves_scale = False
+        if name == "div_" and isinstance(args[0], PartialGrad) and args[0]._holder.ignores_scale:
+            args[0]._holder.ignores_scale = False
             return args[0]
         raise _not_reduced(name, _holders((*args, *(kwargs or {}).values())))
 
@@ -109,14 +111,20 @@ class PartialGrad(torch.Tensor):
 
 
 def _not_reduced(name: str, holders: Sequence[Holder]) -> StateError:
-    which = f"'{holders[0].param.name}'" if holders else "a parameter"
+    param = f"'{holders[0].param.name}'" if holders else "a parameter"
     return StateError(
-        f"{name}: the gradient of {which} is not reduced yet, because "
+        f"{name}: the gradient of {param} is not reduced yet, because "
         "the accumulation window is still open. Run the window's last micro-batch under "
         "`shardwise.accumulate(model, last=True)` before clipping or stepping"
     )
 
 
 def _holders(args: tuple[object, ...]) -> list[Holder]:
-    flat = [x for a in args for x in (a if isinstance(a, list | tuple) else (a,))]
-    return [value._holder for value in flat if isinstance(value, PartialGrad)]
+    """Return the holders of the partial gradients among arguments, also in lists."""
+    values: list[object] = []
+    for arg in args:
+        if isinstance(arg, list | tuple):
+            values += arg
+        else:
+            values.append(arg)
+    return [value._holder for value in values if isinstance(value, PartialGrad)]

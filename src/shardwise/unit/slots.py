@@ -1,4 +1,4 @@
-"""The attributes of modules that hold one unit's parameters, and the form that stands there now."""
+"""The attributes of modules that hold one unit's parameters, sharded or full."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -15,32 +15,38 @@ if TYPE_CHECKING:
 class Slots:
     """Puts full parameters into modules for calls (`bind` to `unbind`), and while pinned.
 
-    ``is_pinned``: the unit stays full until it is unpinned. Then `show` puts the full parameters
-    into the modules also between calls. Without ``binds`` calls change nothing: the unit itself
-    puts its parameters, see Note [When full parameters stand in the modules].
+    - ``is_pinned``: the unit stays full until it is unpinned. Then `show` puts the full parameters
+      into the modules also between calls.
+    - ``binds``: if False, calls change nothing, and the unit itself puts its parameters into the
+      modules; see Note [When modules hold full parameters].
+    - ``access``: reads of ``data`` and assignments to it, of the full parameters.
+    - ``watch``: compares the values of full parameters, under `check.writes`.
     """
 
     def __init__(self, binds: bool) -> None:
         self.is_pinned = False
         self._binds = binds
         self._places: list[tuple[dict[str, nn.Parameter | None], str, ShardedParam]] = []
-        self._depth = 0  # of calls, and one more while shown
+        self._depth = 0  # number of calls that are running, and one more while shown
         self._is_shown = False
-        self._fulls: list[nn.Parameter] = []  # the full parameters, when they were put there
+        # The full parameters that `bind` has put into the modules, and their versions at that time.
+        self._fulls: list[nn.Parameter] = []
         self._versions: list[int] = []
-        self._written: list[str] = []  # while shown
+        self._written: list[str] = []  # errors about writes while shown
         self.access = DataAccess()
         self.watch: ValueWatch | None = None
 
     def add(self, param: "ShardedParam") -> None:
-        """Take the places of a parameter, and put its sharded form there."""
+        """Add a parameter, and put its sharded form into the modules that use it."""
         param.put_in_modules(param.sharded)
         for use in param.uses:
             self._places.append((use.module._parameters, use.attribute, param))
 
-    def take_places(self, params: "Iterable[ShardedParam]") -> None:
-        """Take the places of all parameters anew, after some were moved between calls."""
-        self._places, self._fulls, self._versions = [], [], []
+    def replace_params(self, params: "Iterable[ShardedParam]") -> None:
+        """Replace the parameters, after some were moved between calls."""
+        self._places = []
+        self._fulls = []
+        self._versions = []
         for param in params:
             self.add(param)
 
@@ -52,16 +58,16 @@ class Slots:
     def bind(self) -> None:
         """Put the full parameters into the modules for one call.
 
-        **Raises** StateError if somebody has put another parameter there.
+        **Raises** StateError if a module holds another parameter than the sharded one.
         """
         if not self._binds:
             return
         self._depth += 1
         if self._depth > 1:
             return
-        for params, attribute, param in self._places:  # all of them, before any is changed
-            found = params.get(attribute)
-            if found is not param.sharded or getattr(found, "_owner", None) is not param:
+        for params, attribute, param in self._places:  # check all before any is changed
+            current = params.get(attribute)
+            if current is not param.sharded or getattr(current, "_owner", None) is not param:
                 self._depth = 0
                 raise StateError(
                     f"parameter '{param.name}' was replaced after shard(), by model.to(), .half(), "
@@ -82,7 +88,9 @@ class Slots:
         places = zip(self._places, self._fulls, self._versions, fulls, versions, strict=False)
         for (_, _, param), full_before, before, full, version in places:
             if full is full_before and version != before:
-                self._depth, self._fulls, self._versions = 0, fulls, versions
+                self._depth = 0
+                self._fulls = fulls
+                self._versions = versions
                 raise ShardError(
                     f"parameter '{param.name}' was written through a tensor made of it with grad "
                     "enabled (p[0].detach(), p.view(-1).detach()): it is a copy there and the "
@@ -90,9 +98,9 @@ class Slots:
                 )
 
     def unbind(self) -> list[str]:
-        """Put the ShardTensors back; return which full parameters were written, and the reasons.
+        """Put the ShardTensors back; return an error text for each write that is lost.
 
-        See Note [Writes inside a forward pass]; what can be kept is kept, and not named.
+        See Note [Writes inside a forward pass]: other writes are kept.
         """
         if self._depth == 0:
             return []
@@ -100,15 +108,15 @@ class Slots:
         if self._depth:
             return []
         lost: list[str] = []
-        known: set[int] = set()  # the ids of full parameters that are known to be written
+        written_ids: set[int] = set()  # ids of full parameters that were written or replaced
         places = zip(self._places, self._fulls, self._versions, strict=True)
         for (params, attribute, param), full, version in places:
-            found = params.get(attribute)
+            current = params.get(attribute)
             params[attribute] = param.sharded
-            if found is not full or full._version != version:
-                known.add(id(full))
-            if found is not full and full is param.full:
-                lost += self._keep(param, found, in_place=False)
+            if current is not full or full._version != version:
+                written_ids.add(id(full))
+            if current is not full and full is param.full:
+                lost += self._keep_write(param, current, in_place=False)
             elif full._version != version:
                 param.restore_memory()
                 lost.append(f"'{param.name}' was written")
@@ -116,18 +124,22 @@ class Slots:
             written = self.access.take_written()
             for _, _, param in self._places:
                 if id(param.full) in written:
-                    known.add(id(param.full))
-                    lost += self._keep(param, param.full, in_place=written[id(param.full)])
+                    written_ids.add(id(param.full))
+                    in_place = written[id(param.full)]
+                    lost += self._keep_write(param, param.full, in_place=in_place)
         if lost:
             self._versions = [full._version for full in self._fulls]
         if self.watch is not None:
             names = [param.name for _, _, param in self._places]
             fulls = zip(names, self._fulls, strict=True)
-            self.watch.end((name, full) for name, full in fulls if id(full) not in known)
+            self.watch.end((name, full) for name, full in fulls if id(full) not in written_ids)
         return lost
 
     @staticmethod
-    def _keep(param: "ShardedParam", value: nn.Parameter | None, *, in_place: bool) -> list[str]:
+    def _keep_write(
+        param: "ShardedParam", value: nn.Parameter | None, *, in_place: bool
+    ) -> list[str]:
+        """Keep a write to a full parameter; return an error text if it cannot be kept."""
         if value is None:
             return [f"'{param.name}' was removed"]
         reason = param.keep_written(value, in_place=in_place)
@@ -145,7 +157,7 @@ class Slots:
             self.unbind()
 
     def show(self) -> None:
-        """Put the full parameters of a pinned unit, which is full, into the modules."""
+        """Put the full parameters of a pinned unit into the modules until `hide`."""
         if not self._is_shown:
             self.bind()
             self._is_shown = True
@@ -153,7 +165,7 @@ class Slots:
                 self.watch.forget()
 
     def hide(self) -> None:
-        """End `show`; the sharded parameters take over ``requires_grad`` of the full ones."""
+        """End `show`; copy ``requires_grad`` of the full parameters to the sharded ones."""
         if not self._is_shown:
             return
         self._is_shown = False
@@ -163,6 +175,6 @@ class Slots:
                 param.sharded.requires_grad_(param.full.requires_grad)
 
     def take_written(self) -> list[str]:
-        """Return which full parameters were written while shown, and forget them."""
+        """Return the errors about full parameters that were written while shown, and drop them."""
         written, self._written = self._written, []
         return written

@@ -1,15 +1,14 @@
 """One unit at run time: parameters that are gathered, reduced and freed together.
 
-What changes is in three parts: `Gather` has the state of the full parameters, `Gradients` that of
-the gradients, and `Slots` what stands in the modules. Its settings and the home of its slices are
-values.
+A unit's state is in three parts: `Gather` has the state of the full parameters, `Gradients` the
+state of the gradients, and `Slots` the parameters that its modules hold.
 
-Note [When full parameters stand in the modules]
-Under `shard()` they do during each call of the module, so the model shows its sharded parameters at
-any other time. The full copy is fresh until a slice is modified. FSDP2's contract concerns the
-modules: they hold full parameters from the gather until the reshard, and DTensors otherwise
-(``settings.stands_while_full``). There a unit is fresh while it is FULL, also between passes, and
-no other code frees it then.
+Note [When modules hold full parameters]
+Under `shard()` modules hold full parameters during their calls, and sharded ones at any other time.
+The full copy is fresh until a slice is modified. Under FSDP2's contract, modules hold full
+parameters from the gather until the reshard, also between calls, and DTensors at any other time
+(``settings.full_between_calls``). Then a unit is fresh while it is FULL, and only a reshard frees
+it.
 """
 
 import warnings
@@ -37,7 +36,7 @@ from shardwise.unit.states import (
 )
 from shardwise.unit.steps import RunningStep, finish_all
 from shardwise.unit.storage import SecondaryShard, Storage
-from shardwise.unit.sums import GradientRows, Sum
+from shardwise.unit.sums import GradientRows, SumSettings
 
 
 @dataclass
@@ -61,13 +60,14 @@ class Gather:
 class Gradients:
     """The gradients of a unit: how they are summed, and their state.
 
-    ``num_reducing``: the reductions in flight, as a late gradient starts another.
-    ``has_local_sum``: see Note [Dtype of a sum]. ``gradient_rows``: the layouts of gradients of
-    parameters that lie in no storage.
+    - ``unit``: the unit's name, for errors.
+    - ``num_reducing``: the reductions in flight. A gradient that comes late starts another one.
+    - ``has_local_sum``: see Note [Dtype of a sum].
+    - ``gradient_rows``: the layouts of gradients of parameters that are in no storage.
     """
 
     unit: str
-    sums: Sum
+    sum_settings: SumSettings
     params: list[ShardedParam]
     state: GradState = GradState.EMPTY
     num_reducing: int = 0
@@ -75,39 +75,37 @@ class Gradients:
     gradient_rows: list[GradientRows] = field(default_factory=list)
 
     def enter(self, state: GradState) -> None:
-        """Change to a state, as the table allows; keep an equal one."""
+        """Change to a state, as the table of transitions allows; do nothing if it is the same."""
         if state is not self.state:
             self.state = check_transition(GRAD_TRANSITIONS, self.unit, self.state, state)
 
     def begin_reducing(self) -> None:
-        """Begin a reduction. **State** PARTIAL -> REDUCING."""
+        """Begin a reduction. **State** becomes PARTIAL, then REDUCING."""
         self.enter(GradState.PARTIAL)
         self.enter(GradState.REDUCING)
         self.num_reducing += 1
 
     def end_reducing(self, *, is_deferred: bool) -> None:
-        """End a reduction. **State** after the last one REDUCED, or PARTIAL if it was deferred."""
+        """End a reduction. **State** becomes REDUCED after the last, or PARTIAL if deferred."""
         self.num_reducing -= 1
         if not self.num_reducing and self.state is GradState.REDUCING:
             self.enter(GradState.PARTIAL if is_deferred else GradState.REDUCED)
 
-    def forget_if_none(self) -> None:
+    def enter_empty_if_none(self) -> None:
         """Return to EMPTY if no parameter has a gradient."""
-        for param in reversed(self.params):
-            if param.gradient.is_kept:
-                return
-        self.enter(GradState.EMPTY)
+        if not any(param.gradient.exists for param in reversed(self.params)):
+            self.enter(GradState.EMPTY)
 
-    def keep_partials(self) -> None:
-        """Add the micro-batch's gradients to this rank's sums of the window."""
+    def accumulate_partials(self) -> None:
+        """Add the micro-batch's gradients to this rank's unreduced sums of the window."""
         self.enter(GradState.PARTIAL)
         for param in self.params:
-            param.gradient.keep_partial()
+            param.gradient.accumulate_partial()
 
     def drop_partials(self) -> None:
         """Drop unreduced gradients after an interrupted backward pass."""
         for param in self.params:
-            param.gradient.forget_partial()
+            param.gradient.clear_partial()
         if self.state is GradState.PARTIAL:
             any_reduced = any(param.gradient.mean is not None for param in self.params)
             self.enter(GradState.REDUCED if any_reduced else GradState.EMPTY)
@@ -117,9 +115,12 @@ class Gradients:
 class Unit:
     """A set of parameters that are gathered and freed together, with their states.
 
-    ``modules`` are those whose forward passes need them, usually one. ``steps`` are background
-    steps of its slices that may run on another thread, ``writes`` background writes of the state
-    that steps have changed, to files.
+    - ``name``: of its module in the model; "" is the root. ``index``: its number in the model.
+    - ``modules``: the modules whose forward passes need the parameters, usually one.
+    - ``engine``: the engine of the model, None until there is one.
+    - ``home``: the memory of the slices, if they are offloaded.
+    - ``steps``: optimizer steps of its slices that may run on another thread.
+    - ``writes``: background writes to files of the state that steps have changed.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class Unit:
         engine: ParamEngine | None,
         settings: UnitSettings,
         precision: Precision,
-        sums: Sum,
+        sum_settings: SumSettings,
         gather: Gather | None = None,
         home: Home | None = None,
     ) -> None:
@@ -146,11 +147,13 @@ class Unit:
         self.params: list[ShardedParam] = []
         self.storages: list[Storage] = []
         self.gather = gather or Gather()
-        self.grads = Gradients(name, sums, self.params)
-        self.slots = Slots(binds=not settings.stands_while_full)
+        self.grads = Gradients(name, sum_settings, self.params)
+        self.slots = Slots(binds=not settings.full_between_calls)
         self.steps: list[RunningStep] = []
         self.writes: list[RunningStep] = []
-        self._versions: list[int] = []  # of full parameters that stand in the modules
+        # With `full_between_calls`: the versions of the full parameters when modules got them, and
+        # whether a write to one was reported.
+        self._versions: list[int] = []
         self._has_warned = False
 
     @property
@@ -164,8 +167,8 @@ class Unit:
         self.slots.add(param)
 
     # -- parameters
-    def lay_out(self, storages: Sequence[Storage]) -> None:
-        """Take the storages of the parameters; called again when they have changed."""
+    def set_storages(self, storages: Sequence[Storage]) -> None:
+        """Set the storages of the parameters; called again when the parameters were replaced."""
         self.storages = list(storages)
         self.gather.separate = SeparateParams(self.params)
 
@@ -183,7 +186,7 @@ class Unit:
         return has_separate or any(storage.frees for storage in self.storages)
 
     def read_ahead(self) -> None:
-        """Start reading slices from files, unless a step of them is running."""
+        """Start reading slices from files, unless a step is updating them."""
         if self.gather.state is ParamState.SHARDED and all(step.is_over for step in self.steps):
             for storage in self.storages:
                 storage.read_ahead()
@@ -193,7 +196,7 @@ class Unit:
         if self.steps:
             self.finish_steps()
         if self.gather.state is ParamState.FULL and not self.is_fresh:
-            self._give_up()
+            self._reshard_now()
         if self.gather.state is not ParamState.SHARDED:
             return
         for storage in self.storages:
@@ -209,9 +212,9 @@ class Unit:
                 axis = secondary.axis
             else:
                 for storage in self.storages:
-                    if self.settings.stands_while_full or not storage.is_fresh:
+                    if self.settings.full_between_calls or not storage.is_fresh:
                         items += storage.prepare_gather()
-            items += self.gather.separate.start(also_fresh=self.settings.stands_while_full)
+            items += self.gather.separate.start(also_fresh=self.settings.full_between_calls)
             if not items:
                 return
             if axis.size == 1:
@@ -249,12 +252,13 @@ class Unit:
         for storage in self.storages:
             storage.finish_gather()
         self._enter(ParamState.FULL)
-        if self.settings.stands_while_full:
-            self._stand_full()
+        if self.settings.full_between_calls:
+            self._put_full_in_modules()
         else:
             self.gather.separate.finish()
 
-    def _stand_full(self) -> None:
+    def _put_full_in_modules(self) -> None:
+        """Let the modules hold the full parameters until the reshard (FSDP2's contract)."""
         with torch._C._DisableFuncTorch():
             for param in self.params:
                 param.finish_gather()
@@ -264,22 +268,22 @@ class Unit:
         if self.slots.watch is not None:
             self.slots.watch.begin(param.full for param in self.params)
         for storage in self.storages:
-            inside = [param for param in self.params if param.is_stored_in(storage)]
-            have_separate = all(param.encoding.has_separate_memory for param in inside)
-            if have_separate and self.gather.secondary is None:
-                storage.free()
+            stored = [param for param in self.params if param.is_stored_in(storage)]
+            are_copied = all(param.encoding.has_separate_memory for param in stored)
+            if are_copied and self.gather.secondary is None:
+                storage.free()  # the full parameters do not read it any more
 
     def reshard(self) -> None:
-        """Give up the full parameters unless pinned; free their memory if the stage does."""
+        """Make the unit SHARDED unless it is pinned; free the full parameters if the stage does."""
         if not self.slots.is_pinned:
-            self._give_up()
+            self._reshard_now()
 
-    def _give_up(self) -> None:
+    def _reshard_now(self) -> None:
         if self.gather.state is ParamState.GATHERING:
             self.finish_unshard()
         if self.gather.state is not ParamState.FULL:
             return
-        if self.settings.stands_while_full:
+        if self.settings.full_between_calls:
             self._warn_of_writes()
         if self.gather.secondary is not None and not self.gather.separate.has_items:
             self.gather.secondary.keep_parts(self.storages, self._local_versions)
@@ -287,7 +291,7 @@ class Unit:
             storage.free()
         self._enter(ParamState.SHARDED)
         self.gather.separate.free()
-        if self.settings.stands_while_full:
+        if self.settings.full_between_calls:
             for param in self.params:
                 param.put_in_modules(param.sharded)
                 param.encoding.free()
@@ -296,6 +300,7 @@ class Unit:
                 self._warn_of_array(storage)
 
     def _warn_of_array(self, storage: Storage) -> None:
+        """Warn that a NumPy array keeps a full copy allocated."""
         names = [param.name for param in self.params if param.is_stored_in(storage)]
         warnings.warn(
             f"unit '{self.name or '(root)'}': a NumPy array was made of the memory of a full "
@@ -306,18 +311,18 @@ class Unit:
         )
 
     def _warn_of_writes(self) -> None:
-        """Warn once of full parameters that were written in the modules, as FSDP2 does not.
+        """Warn once of full parameters that were written in the modules; FSDP2 does not warn.
 
-        `check.writes` compares the others.
+        `check.writes` compares the values of all others.
         """
         written = self.slots.access.take_written()
         versions, self._versions = self._versions, []
-        same: list[tuple[str, nn.Parameter]] = []
+        unwritten: list[tuple[str, nn.Parameter]] = []
         for param, version in zip(self.params, versions, strict=False):
-            stands = param.uses[0].module._parameters.get(param.uses[0].attribute)
-            is_same = stands is param.full and id(param.full) not in written
+            in_module = param.uses[0].module._parameters.get(param.uses[0].attribute)
+            is_same = in_module is param.full and id(param.full) not in written
             if is_same and param.full._version == version:
-                same.append((param.name, param.full))
+                unwritten.append((param.name, param.full))
                 continue
             if self._has_warned:
                 continue
@@ -329,20 +334,21 @@ class Unit:
                 stacklevel=2,
             )
         if self.slots.watch is not None:
-            self.slots.watch.end(same)
+            self.slots.watch.end(unwritten)
 
     @property
     def is_fresh(self) -> bool:
-        """Tell whether the full parameters need no gather."""
-        if self.steps:  # all ranks have steps, done or not, so they agree
+        """Tell whether the full parameters need no gather; all ranks give the same answer."""
+        if self.steps:  # also if they are done: ranks finish steps at different times
             return False
-        if self.settings.stands_while_full:
+        if self.settings.full_between_calls:
             return self.gather.state is ParamState.FULL
-        return all(s.is_fresh for s in self.storages) and self.gather.separate.is_fresh
+        are_stored_fresh = all(storage.is_fresh for storage in self.storages)
+        return are_stored_fresh and self.gather.separate.is_fresh
 
     @property
     def is_resident(self) -> bool:
-        """Tell whether the full parameters are being gathered or hold present values."""
+        """Tell whether the full parameters are being gathered or are fresh."""
         return self.gather.state is ParamState.GATHERING or self.is_fresh
 
     @property
@@ -358,10 +364,10 @@ class Unit:
     def read_versions(self) -> tuple[int, ...]:
         """Return numbers that change when a slice is modified.
 
-        Return () if the modules hold full parameters. These keep the values that a graph has saved,
-        and the sharded ones may change between forward and backward, as in FSDP2.
+        Return () with `full_between_calls`: the full parameters keep the values that a graph has
+        saved, so slices may change between forward and backward, as in FSDP2.
         """
-        if self.settings.stands_while_full:
+        if self.settings.full_between_calls:
             return ()
         for step in self.steps:  # a step's writes change the version, which all ranks must see
             step.wait()
@@ -375,10 +381,11 @@ class Unit:
     @property
     def shows_full(self) -> bool:
         """Tell whether the full parameters are in the modules now."""
-        stands = self.settings.stands_while_full
-        return self.gather.state is ParamState.FULL if stands else self.slots.are_full
+        if self.settings.full_between_calls:
+            return self.gather.state is ParamState.FULL
+        return self.slots.are_full
 
-    # -- pinned until `unpin`
+    # -- pinning
     def pin(self) -> None:
         """Start gathering, and stay full until `unpin`, also between passes."""
         self.start_unshard()
@@ -391,9 +398,9 @@ class Unit:
             self.slots.show()
 
     def unpin(self) -> list[str]:
-        """End `pin`, and give up the full parameters between passes.
+        """End `pin`, and reshard unless a call of the module is running.
 
-        Return which full parameters were written while they were in the modules.
+        Return errors about full parameters that were written while the modules held them.
         """
         if not self.slots.is_pinned:
             return []
@@ -405,9 +412,14 @@ class Unit:
 
     # -- gradients
     def reduce_dtype_of(self, master: torch.dtype) -> torch.dtype | None:
-        """Return the dtype of sums of gradients of slices in ``master``; None means theirs."""
-        asked = self.precision.reduce_dtype
-        return master if asked is None and self.grads.sums.in_param_dtype else asked
+        """Return the dtype of sums of gradients of slices of dtype ``master``.
+
+        None means the dtype of the gradients.
+        """
+        dtype = self.precision.reduce_dtype
+        if dtype is None and self.grads.sum_settings.in_param_dtype:
+            return master
+        return dtype
 
     # -- states
     def _enter(self, state: ParamState) -> None:

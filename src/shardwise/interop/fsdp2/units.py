@@ -29,7 +29,7 @@ from shardwise.trace import FullParamLedger
 from shardwise.unit.encodings import CONTIGUOUS, AlongDim, SubclassGather
 from shardwise.unit.param import DTensorForm, ShardedParam
 from shardwise.unit.storage import SecondaryShard, Storage
-from shardwise.unit.sums import GradientRows, Sum
+from shardwise.unit.sums import GradientRows, SumSettings
 from shardwise.unit.unit import Gather, Unit
 
 if TYPE_CHECKING:
@@ -81,9 +81,9 @@ def make_unit(
         modules,
         comm,
         None,
-        UnitSettings(stage, keeps_last=False, stands_while_full=True),
+        UnitSettings(stage, keeps_last=False, full_between_calls=True),
         asked.precision,
-        Sum(spread.divisor or axes.num_ranks, in_param_dtype=_SUMS_IN_OWN_DTYPE),
+        SumSettings(spread.divisor or axes.num_ranks, in_param_dtype=_SUMS_IN_OWN_DTYPE),
         home=home,
         gather=Gather(secondary=SecondaryShard(nearby) if nearby is not None else None),
     )
@@ -182,7 +182,7 @@ def adopt(unit: Unit, asked: Asked, ledger: FullParamLedger) -> None:
         storage.free()
         storages.append(storage)
     unit.grads.gradient_rows = list(_gradient_rows(unit))
-    unit.lay_out(storages)
+    unit.set_storages(storages)
 
 
 def _gradient_rows(unit: Unit) -> Iterator[GradientRows]:
