@@ -45,7 +45,7 @@ def check_writes(model: Model) -> Iterator[None]:
     finally:
         for unit, watch_before in zip(parts.units, outer, strict=True):
             unit.slots.watch = watch_before
-    found = "\n".join(name for _, watch in watches for name in watch.found)
+    found = "\n".join(name for _, watch in watches for name in watch.written)
     rows = exchange_any(parts.everyone, found.encode())
     ranks: dict[str, list[int]] = {}
     for rank, row in zip(parts.everyone.members or [dist.get_rank()], rows, strict=True):

@@ -64,7 +64,7 @@ class CodedGather:
                 self._own, self._own_plain = self._lay_out_own(slices, self._shares)
             self._encode(self._own, self._own_plain)
             return None
-        self._staged = home.memory(self._wire.share_bytes, torch.uint8)
+        self._staged = home.allocate(self._wire.share_bytes, torch.uint8)
         staged = self._lay_out_shares(self._staged, 0, 1)
         self._encode(*self._lay_out_own(slices, staged))
         return home.start_fetch(self._shares, staged)

@@ -30,7 +30,7 @@ from shardwise.layout.units import ParamSpec, UnitSpec
 from shardwise.mesh import Axis, DataAxes
 from shardwise.quantities import format_bytes
 from shardwise.stages import Stage
-from shardwise.unit.materialize import first_away
+from shardwise.unit.materialize import num_units_on_device
 
 _LOG = logging.getLogger("shardwise")
 _HOST_ROW = struct.Struct("<16sQQ")  # host, bytes that the rank needs, bytes free
@@ -87,7 +87,7 @@ def bytes_in_host_memory(specs: Sequence[UnitSpec], config: ShardConfig, axis: A
     means_are_there = not folders_of(offload.grads)
     ranks = axis.size if config.stage.shards_state else 1
     total = 0
-    for spec in specs[first_away(specs, config) :]:
+    for spec in specs[num_units_on_device(specs, config) :]:
         for param in spec.params:
             copies = slices_are_there + (means_are_there and param.param.requires_grad)
             numel = local_of(param.param).numel()

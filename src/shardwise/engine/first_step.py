@@ -21,7 +21,7 @@ from shardwise.errors import StateError
 from shardwise.tensor.plain_state import owner_of
 from shardwise.tensor.replaced import Replaced, params_of
 from shardwise.tensor.tensor_base import ShardTensorBase
-from shardwise.unit.full_parameter import FullParameter, left_context
+from shardwise.unit.full_parameter import FullParameter, name_if_expired
 
 _SHOWN = 3
 T = TypeVar("T")
@@ -48,7 +48,7 @@ def check_first_step(optimizer: torch.optim.Optimizer, num_ranks: int) -> None:
 
 def _refuse_full(optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]) -> None:
     for param in params:
-        name = left_context(param)
+        name = name_if_expired(param)
         if name is None and not isinstance(param, FullParameter):
             continue
         what = f"'{name}'" if name else f"a parameter of shape {tuple(param.shape)}"

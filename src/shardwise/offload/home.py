@@ -37,7 +37,7 @@ from shardwise.offload.file_slices import FileSlices, mapped
 from shardwise.offload.stripes import align
 from shardwise.quantities import format_bytes
 from shardwise.trace import Tracer
-from shardwise.unit.home import Room
+from shardwise.unit.home import MemoryNeed
 
 
 class Slab:
@@ -93,15 +93,15 @@ NO_FILES = Files()
 class Home:
     """Place of a unit's slices (``place``), and their transfers to the ``device`` and back.
 
-    ``leaves_copy``: gathers read a copy in the computing dtype, which stays on the device and is
-    fetched once after each step.
+    ``keeps_device_copy``: gathers read a copy in the computing dtype, which stays on the device and
+    is fetched once after each step.
     """
 
     place: torch.device
     device: torch.device
     time: DeviceTime
     is_pinned: bool = True
-    leaves_copy: bool = False
+    keeps_device_copy: bool = False
     steps_on_device: bool = False
     files: Files = NO_FILES
     unit: str = ""
@@ -110,7 +110,7 @@ class Home:
     reserved: list[FileSlices] = field(default_factory=list)  # for the slices of its storages
 
     def __str__(self) -> str:
-        params = "device and host" if self.leaves_copy else "host"
+        params = "device and host" if self.keeps_device_copy else "host"
         places = zip(("slices", "gradients", "optimizer"), (params, "host", "host"), strict=True)
         disks = self.files.params, self.files.grads, self.files.optimizer
         said = [
@@ -124,13 +124,13 @@ class Home:
         with WAITS.reporting_failures():
             return mapped(disk.file(self.unit, numel * dtype.itemsize)).view(dtype)
 
-    def lasting(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return zeros at home that last as long as the model."""
+    def allocate_for_model(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return zeroed memory at home that is kept as long as the model."""
         if self.slab is None:
-            return self.memory(numel, dtype).zero_()
+            return self.allocate(numel, dtype).zero_()
         return self.slab.take(numel, dtype)
 
-    def memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return uninitialised memory at home."""
         if self.place.type == "cpu":
             return self.time.host_memory(numel, dtype, self.is_pinned)
@@ -168,7 +168,7 @@ class Home:
         elif self.files.grads is not None:
             brought = self.in_file(self.files.grads, values.numel(), dtype)
         else:
-            brought = self.memory(values.numel(), dtype)
+            brought = self.allocate(values.numel(), dtype)
         told = self.tracer.copies("to_host", self.unit, brought.nbytes)
         with follow_current(self.time, stream), told:
             brought.copy_(values.to(dtype), non_blocking=True)
@@ -181,7 +181,7 @@ class Home:
         assert self.files.params is not None
         return FileSlices(self.files.params, self.unit, numel, dtype)
 
-    def over(self, time: DeviceTime) -> "Home":
+    def for_copy(self, time: DeviceTime) -> "Home":
         """Return the home of a copy of the unit, with separate memory."""
         return replace(self, time=time, slab=None, reserved=[])
 
@@ -200,18 +200,18 @@ class OffloadHomes:
         self._slab: Slab | None = None
         self._in_files: dict[str, list[FileSlices]] = {}  # by unit, in the order of its storages
 
-    def reserve(self, rooms: Sequence[Room], time: DeviceTime) -> None:
+    def reserve(self, needs: Sequence[MemoryNeed], time: DeviceTime) -> None:
         """Reserve the host memory and file space of all storages, without communication.
 
         **Raises** StorageError, with nothing changed, if they are not there.
         """
         total = 0
-        for room in rooms:
+        for need in needs:
             if self._files.params is not None:
-                made = FileSlices(self._files.params, room.unit, room.numel, room.dtype)
-                self._in_files.setdefault(room.unit, []).append(made)
-            copies = (self._files.params is None) + (self._files.grads is None and room.trains)
-            total += copies * align(room.numel * room.dtype.itemsize)
+                made = FileSlices(self._files.params, need.unit, need.numel, need.dtype)
+                self._in_files.setdefault(need.unit, []).append(made)
+            copies = (self._files.params is None) + (self._files.grads is None and need.trains)
+            total += copies * align(need.numel * need.dtype.itemsize)
         if not total:
             return
         try:
@@ -232,7 +232,7 @@ class OffloadHomes:
             torch.device("cpu"),
             device,
             time,
-            leaves_copy=self._offload.params == "device",
+            keeps_device_copy=self._offload.params == "device",
             steps_on_device=self._offload.step_on == "device",
             files=self._files,
             unit=unit,

@@ -18,7 +18,7 @@ from shardwise.engine.api import engine_of
 from shardwise.engine.conditions import Origin
 from shardwise.engine.runtime import Engine
 from shardwise.errors import ConfigError, ShardError
-from shardwise.unit.home import Folder
+from shardwise.unit.home import StateFolder
 from shardwise.unit.steps import finish_all
 from shardwise.unit.unit import Unit
 
@@ -119,7 +119,7 @@ class Parts:
             engine.rest(what)
 
     @property
-    def disk(self) -> Folder | None:
+    def disk(self) -> StateFolder | None:
         """The folder of state that is offloaded to files, or None."""
         homes = [unit.home for engine in self.engines for unit in engine.units if unit.home]
         disks = (disk for home in homes for disk in (home.files.optimizer, home.files.params))

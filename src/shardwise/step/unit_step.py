@@ -145,7 +145,7 @@ class OnDevice:
 
     def __init__(self, unit: Unit, home: Home, lane: Lane) -> None:
         self._lane = lane
-        self._make_memory = home.memory
+        self._make_memory = home.allocate
         self._called = home.time.current_stream().record()  # earlier work may read the copies
         self._versions = {
             storage: storage.version
@@ -193,7 +193,7 @@ def lock_pages(optimizer: Optimizer, unit: Unit, home: Home) -> None:
                 continue
             held = elements_of(value) if isinstance(value, DTensor) else value
             if held.numel() and not home.time.is_page_locked(held):
-                locked = home.memory(held.numel(), held.dtype).view(held.shape).copy_(held)
+                locked = home.allocate(held.numel(), held.dtype).view(held.shape).copy_(held)
                 if isinstance(value, DTensor):
                     set_elements(value, locked)
                 else:

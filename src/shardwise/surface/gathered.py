@@ -31,7 +31,7 @@ from shardwise.tensor.inner import (
     plain_parts,
 )
 from shardwise.tensor.plain_state import owner_of
-from shardwise.unit.full_parameter import leave_context
+from shardwise.unit.full_parameter import mark_expired
 from shardwise.unit.param import ShardedParam
 
 _SITE = CollectiveId("gather", "(gathered)", 0)
@@ -153,7 +153,7 @@ def _leave_model(
             each.restore()
     _put(params, [param.sharded for param in params])
     for param, full in zip(params, fulls, strict=True):
-        leave_context(full, param.name)
+        mark_expired(full, param.name)
 
 
 class _Way:

@@ -279,7 +279,7 @@ def _copy_unit(unit: Unit, comm: Comm, engine: Engine, ledger: FullParamLedger, 
         unit.precision,
         unit.grads.sum_settings,
         Gather(unit.gather.transport),
-        home=None if unit.home is None else unit.home.over(comm.time),
+        home=None if unit.home is None else unit.home.for_copy(comm.time),
     )
     storages: dict[int, Storage] = {}
     for storage in unit.storages:

@@ -1,12 +1,13 @@
 """The full parameter that layers read, and writes to its data.
 
 Note [Writes inside a forward pass]
-A full parameter is a copy of the shards unless the shards lie in it (stages 0 to 2, one dtype). So
-a forward pass that writes it (codebooks, clamps, weights that a library packs again) would lose the
-change. Writes in place change the version, which `Slots` compares. Writes through ``.data`` do not,
-and assignments give the parameter other memory. So the class notes what its ``data`` has returned
-and been given during a call. After the call a write in place through ``.data``, an assignment, or a
-frozen parameter in its place is kept if the shards lie in the full parameter; any other is refused.
+A full parameter is a copy of the shards unless the shards are inside it (stages 0 to 2, one dtype).
+So the change would be lost if a forward pass wrote it (codebooks, clamps, weights that a library
+packs again). Writes in place change the version, which `Slots` compares. Writes through ``.data``
+do not change it, and assignments give the parameter other memory. So the class records reads of
+``data`` and assignments to it during a call. After the call these writes are kept if the shards are
+inside the full parameter: in place through ``.data``, by assignment, and by a frozen parameter that
+replaces it. All other writes are refused.
 """
 
 import sys
@@ -30,34 +31,35 @@ class DataAccess:
         self.assigned: list[FullParameter] = []
 
     def note_read(self, param: "FullParameter", data: torch.Tensor) -> None:
-        """Note that ``param.data`` was read. Its version counts writes from now on."""
+        """Note a read of ``param.data``. The version of ``data`` counts writes to it."""
         self.reads.append((param, data))
 
     def take_written(self) -> dict[int, bool]:
-        """Return, and forget, the ids of parameters that were assigned or written.
+        """Return the ids of parameters that were assigned or written, and forget them.
 
-        The value tells whether one was written in place, through ``data``.
+        The value is True if the parameter was written in place, through ``data``.
         """
         if not self.reads and not self.assigned:
             return {}
-        found = {id(param): False for param in self.assigned}
-        found |= {id(param): True for param, data in self.reads if data._version}
-        self.reads, self.assigned = [], []
-        return found
+        written = {id(param): False for param in self.assigned}
+        written |= {id(param): True for param, data in self.reads if data._version}
+        self.reads = []
+        self.assigned = []
+        return written
 
 
 class FullParameter(nn.Parameter):
-    """A full parameter, in modules while they run; autograd's leaf."""
+    """A full parameter, which modules hold while they run; autograd's leaf."""
 
-    _access: DataAccess | None = None  # of a parameter in modules, not of copies
+    _access: DataAccess | None = None  # the unit's; None for copies of the parameter
 
     @property
     def data(self) -> torch.Tensor:
-        """The parameter outside the graph; writes are noted."""
-        made: torch.Tensor = _DATA.__get__(self)
+        """The values outside the graph; reads and assignments are recorded."""
+        data: torch.Tensor = _DATA.__get__(self)
         if self._access is not None:
-            self._access.note_read(self, made)
-        return made
+            self._access.note_read(self, data)
+        return data
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -66,21 +68,24 @@ class FullParameter(nn.Parameter):
             self._access.assigned.append(self)
 
     def detach(self) -> torch.Tensor:
-        """Return a plain tensor; for ``nn.Parameter(p)``, which asks for it, one of this class."""
-        made = super().detach()
+        """Return a plain tensor; a tensor of this class if ``nn.Parameter(p)`` calls it.
+
+        ``nn.Parameter`` compares the class of the result with the class of ``p``.
+        """
+        detached = super().detach()
         if sys._getframe(1).f_code is _NEW_PARAMETER:
-            made.__class__ = FullParameter
-        return made
+            detached.__class__ = FullParameter
+        return detached
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """Copy the parameter as an ordinary one."""
         if id(self) not in memo:
             memo[id(self)] = nn.Parameter(_DATA.__get__(self).clone(), self.requires_grad)
-        made: nn.Parameter = memo[id(self)]
-        return made
+        copied: nn.Parameter = memo[id(self)]
+        return copied
 
 
-FullParameter.__name__ = nn.Parameter.__name__  # as messages call it
+FullParameter.__name__ = nn.Parameter.__name__  # users' messages and checks see an `nn.Parameter`
 
 
 def make_full(view: torch.Tensor, requires_grad: bool, access: DataAccess) -> nn.Parameter:
@@ -93,25 +98,25 @@ def make_full(view: torch.Tensor, requires_grad: bool, access: DataAccess) -> nn
 
 
 def set_full_data(leaf: nn.Parameter, view: torch.Tensor) -> None:
-    """Give a full parameter its own memory again, without a note."""
+    """Set the data of a full parameter without recording it."""
     _DATA.__set__(leaf, view)
 
 
 def data_of(leaf: nn.Parameter) -> torch.Tensor:
-    """Return a full parameter's data, without a note."""
-    made: torch.Tensor = _DATA.__get__(leaf)
-    return made
+    """Return the data of a full parameter without recording it."""
+    data: torch.Tensor = _DATA.__get__(leaf)
+    return data
 
 
 class ValueWatch:
     """Compares the values of full parameters before and after a call, for `check.writes`.
 
-    It finds writes that change no version: through NumPy, DLPack, addresses, kernels of others.
-    **Cost** a copy of the full parameters of the units in their calls.
+    It finds writes that change no version: through NumPy, DLPack, addresses, kernels of other
+    libraries. **Cost** a copy of the full parameters of the units in their calls.
     """
 
     def __init__(self) -> None:
-        self.found: dict[str, None] = {}  # names of parameters that were written, in order
+        self.written: dict[str, None] = {}  # names of parameters that were written, in order
         self._values: dict[int, list[torch.Tensor]] = {}  # by the id of the full parameter
 
     def begin(self, fulls: Iterable[nn.Parameter]) -> None:
@@ -124,7 +129,7 @@ class ValueWatch:
         for name, full in fulls:
             before = self._values.get(id(full))
             if before is not None and not all(map(has_same_bits, before, _parts_of(full))):
-                self.found[name] = None
+                self.written[name] = None
         self._values.clear()
 
     def forget(self) -> None:
@@ -136,15 +141,16 @@ def _parts_of(full: nn.Parameter) -> list[torch.Tensor]:
     return list(plain_parts(data_of(full)).values())
 
 
-_LEFT = "_shardwise_left_context"  # on a full parameter of `gathered`: its name
+# The attribute of a full parameter of `gathered` after the context has ended: its name.
+_EXPIRED = "_shardwise_left_context"
 
 
-def leave_context(full: torch.Tensor, name: str) -> None:
-    """Mark a full parameter of a context that has ended; an optimizer of it trains nothing."""
-    vars(full)[_LEFT] = name
+def mark_expired(full: torch.Tensor, name: str) -> None:
+    """Mark a full parameter of a context that has ended: an optimizer of it trains nothing."""
+    vars(full)[_EXPIRED] = name
 
 
-def left_context(param: torch.Tensor) -> str | None:
+def name_if_expired(param: torch.Tensor) -> str | None:
     """Return the name of a full parameter whose context has ended; None for other tensors."""
-    name: str | None = vars(param).get(_LEFT)
+    name: str | None = vars(param).get(_EXPIRED)
     return name

@@ -1,4 +1,4 @@
-"""Protocols of the homes of offloaded slices.
+"""Interfaces of the memory of offloaded slices, called their home.
 
 `offload` implements them. The core does not import it; a model without offload has no homes.
 """
@@ -15,43 +15,46 @@ from shardwise.device import DeviceTime
 from shardwise.trace import Tracer
 
 
-class Folder(Protocol):
-    """The files of one kind of state."""
+class StateFolder(Protocol):
+    """The folders with the files of one kind of state."""
 
     @property
     def where(self) -> str:
         """The folders' paths, as text."""
 
 
-class KindsInFiles(Protocol):
-    """The files of each kind of state; None for a kind that is not in files."""
+class StateFolders(Protocol):
+    """The folders of each kind of state; None for a kind that is not in files."""
 
     @property
-    def params(self) -> Folder | None:
-        """The files of slices."""
+    def params(self) -> StateFolder | None:
+        """The folders of slices."""
 
     @property
-    def grads(self) -> Folder | None:
-        """The files of reduced gradients."""
+    def grads(self) -> StateFolder | None:
+        """The folders of reduced gradients."""
 
     @property
-    def optimizer(self) -> Folder | None:
-        """The files of the optimizer's state."""
+    def optimizer(self) -> StateFolder | None:
+        """The folders of the optimizer's state."""
 
 
 class SlicesInFile(Protocol):
-    """The slices of one storage in a file; ``mapped`` holds all of them, flat, zeros at first."""
+    """The slices of one storage in a file.
+
+    ``mapped`` is the file as a flat tensor of all slices [S]; it is zeroed when it is made.
+    """
 
     mapped: torch.Tensor
 
     def start_read(self, version: int) -> None:
-        """Start reading the slices of a version if they are not in memory and a buffer is free."""
+        """Start reading the slices of a version, unless they are in memory or no buffer is free."""
 
     def finish_read(self, version: int) -> None:
-        """Wait for a read of this version. **Raises** StorageError if it has failed."""
+        """Wait for the read of a version. **Raises** StorageError if it has failed."""
 
     def take_slices(self, version: int) -> torch.Tensor:
-        """Return memory with the slices: a buffer that has been read, or the mapped file."""
+        """Return memory with the slices: the buffer that was read, or the mapped file."""
 
     def release(self) -> None:
         """Return the buffer to its pool."""
@@ -60,8 +63,8 @@ class SlicesInFile(Protocol):
 class Home(Protocol):
     """The memory of one unit's offloaded slices, and their copies to the device and back.
 
-    ``leaves_copy``: gathers read a copy in the computing dtype that stays on the device and is
-    fetched once after each step.
+    ``keeps_device_copy``: gathers read a copy in the computing dtype, which stays on the device and
+    is fetched once after each step.
     """
 
     @property
@@ -81,7 +84,7 @@ class Home(Protocol):
         """Tell whether memory at home is page-locked."""
 
     @property
-    def leaves_copy(self) -> bool:
+    def keeps_device_copy(self) -> bool:
         """Tell whether a copy stays on the device."""
 
     @property
@@ -89,38 +92,41 @@ class Home(Protocol):
         """Tell whether the optimizer's step runs on the device."""
 
     @property
-    def files(self) -> KindsInFiles:
-        """The files of the unit's state."""
+    def files(self) -> StateFolders:
+        """The folders of the unit's state."""
 
     def slices_in_file(self, numel: int, dtype: torch.dtype) -> SlicesInFile:
-        """Return the file reserved for the slices of the unit's next storage, or a new one."""
+        """Return the file of the unit's next storage: a reserved one, or a new one."""
 
-    def lasting(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return zeroed memory at home that lasts as long as the model."""
+    def allocate_for_model(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return zeroed memory at home that is kept as long as the model."""
 
-    def memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return uninitialised memory at home."""
 
     def start_fetch(
         self, places: Sequence[torch.Tensor], slices: Sequence[torch.Tensor]
     ) -> Pending:
-        """Start copying slices to their places on the device."""
+        """Start copying slices into ``places`` on the device."""
 
     def start_evict(
         self, values: torch.Tensor, dtype: torch.dtype, to: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Pending]:
-        """Cast flat values on the device and start copying them home; return the destination."""
+        """Cast flat values on the device, start copying them home, and return the destination."""
 
     def after_fetch(self) -> AbstractContextManager[None]:
-        """Order the device's work inside after the fetches in flight."""
+        """Return a context in which enqueued work of the device follows the fetches in flight."""
 
-    def over(self, time: DeviceTime) -> "Home":
+    def for_copy(self, time: DeviceTime) -> "Home":
         """Return the home of a copy of the unit."""
 
 
 @dataclass(frozen=True)
-class Room:
-    """The memory that one storage of a unit needs at home; ``trains`` adds gradients."""
+class MemoryNeed:
+    """The memory that one storage of a unit needs at home.
+
+    ``numel`` is the size of the slices; ``trains``: their gradients need memory, too.
+    """
 
     unit: str
     numel: int
@@ -131,7 +137,7 @@ class Room:
 class Homes(Protocol):
     """The homes of one model's units."""
 
-    def reserve(self, rooms: Sequence[Room], time: DeviceTime) -> None:
+    def reserve(self, needs: Sequence[MemoryNeed], time: DeviceTime) -> None:
         """Reserve the host memory and the file space that storages need.
 
         **Raises** StorageError, with nothing changed, if they are not available.

@@ -1,11 +1,15 @@
 """Construction of units: shards filled from live parameters or from meta, one unit at a time.
 
 Note [Values do not depend on the number of ranks]
-Live parameters are taken from rank 0 (as DistributedDataParallel does). Parameters that tensor
-parallelism does not cut are taken from the first rank of its axis. So ranks with different seeds
-still agree. A module on meta is initialised whole on every rank, from a generator seeded by rank
-0's seed and the module's name. Each rank keeps its slices and frees the rest before the next
-module, so the full model is never resident.
+Live parameters are broadcast from rank 0 (as DistributedDataParallel does). Parameters that tensor
+parallelism does not cut are broadcast from the first rank of its axis. So ranks with different
+seeds get equal parameters. Every rank initialises a whole module on meta, from a generator seeded
+by rank 0's seed and the module's name. Each rank keeps its slices and frees the rest before the
+next module, so the full model is never resident.
+
+Note [Detecting unwritten elements]
+Memory for tensors on meta is first filled with a pattern that no initialisation writes: a NaN with
+all bits set, or an unlikely integer. Elements with the pattern afterwards were left unwritten.
 """
 
 import hashlib
@@ -41,7 +45,7 @@ from shardwise.tensor.inner import (
 )
 from shardwise.trace import FullParamLedger
 from shardwise.unit.encodings import SubclassGather
-from shardwise.unit.home import Home, Homes, Room
+from shardwise.unit.home import Home, Homes, MemoryNeed
 from shardwise.unit.param import ParamEngine, ShardedParam, ShardTensorForm
 from shardwise.unit.storage import SecondaryShard, Storage
 from shardwise.unit.sums import GradientRows, SumSettings
@@ -51,39 +55,44 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def poison(tensor: torch.Tensor) -> None:
-    """Fill a tensor with the pattern."""
+    """Fill a tensor with the pattern of Note [Detecting unwritten elements]."""
     integers, pattern = _as_integers(tensor)
     integers.fill_(pattern)
 
 
 def is_unwritten(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor has an element with the pattern, or is on meta.
+    """Tell whether a tensor has elements with the pattern, or is on meta.
 
-    Integers of up to two bytes and floats of one may have any value, so all must have the pattern.
+    Integers of up to two bytes and floats of one byte may have the pattern by chance, so they count
+    as unwritten only if all elements have it.
     """
     if tensor.is_meta or not tensor.numel():
         return tensor.is_meta
     integers, pattern = _as_integers(tensor)
-    found = integers == pattern
-    is_float, size = tensor.is_floating_point(), integers.element_size()
-    is_exact = tensor.dtype == torch.bool or size > (1 if is_float else 2)
-    return bool(found.any() if is_exact else found.all())
+    has_pattern = integers == pattern
+    max_ambiguous_size = 1 if tensor.is_floating_point() else 2
+    is_exact = tensor.dtype == torch.bool or integers.element_size() > max_ambiguous_size
+    return bool(has_pattern.any() if is_exact else has_pattern.all())
 
 
 def _as_integers(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Return the bits, and the pattern: a NaN that no operation gives, or an unlikely integer."""
-    bits = tensor.detach()
-    bits = torch.view_as_real(bits) if bits.is_complex() else bits
-    size, is_float = bits.element_size(), bits.is_floating_point()
-    pattern = -1 if is_float else int.from_bytes(b"\xa7" * size, signed=True)
-    return bits.view(_INTEGERS[size]), pattern
+    """Return the tensor's bits as integers, and the pattern as such an integer."""
+    values = tensor.detach()
+    if values.is_complex():
+        values = torch.view_as_real(values)
+    size = values.element_size()
+    pattern = -1 if values.is_floating_point() else int.from_bytes(b"\xa7" * size, signed=True)
+    return values.view(_INTEGERS[size]), pattern
 
 
-Dtypes = tuple[torch.dtype, torch.dtype]
+Dtypes = tuple[torch.dtype, torch.dtype]  # of a storage: master, computing
 
 
-def leave_values(module: nn.Module) -> None:
-    """Leave memory unwritten and unchecked; for ``init=`` if the caller writes it afterwards."""
+def leave_unwritten(module: nn.Module) -> None:
+    """Do nothing. As ``init=`` it also switches the check for unwritten elements off.
+
+    It is for callers that write the values afterwards, such as loaders of checkpoints.
+    """
 
 
 class Materializer:
@@ -108,7 +117,7 @@ class Materializer:
         self._engine = engine
         self._init = init
         self._homes = homes
-        self._first_away = first_away(specs, config)
+        self._num_on_device = num_units_on_device(specs, config)
         self._comms = {comm.axes.mesh: comm}
         self._own_axes = own_axes_of(param.param for spec in specs for param in spec.params)
         self._seed = 0
@@ -119,20 +128,22 @@ class Materializer:
 
         Nothing is sent. **Raises** StorageError, with nothing changed, if they are not available.
         """
-        rooms = []
-        for spec in specs[self._first_away :]:
+        needs: list[MemoryNeed] = []
+        for spec in specs[self._num_on_device :]:
             for (master, _), params in self._groups(spec.params):
                 axis = (spec.axes or self._comm.axes).shard
                 layout, _ = self._layout_of(params, axis)
-                sharded = self._config.stage.shards_state
-                numel = layout.shard_numel(axis.rank) if sharded else layout.full_numel
+                if self._config.stage.shards_state:
+                    numel = layout.shard_numel(axis.rank)
+                else:
+                    numel = layout.full_numel
                 trains = any(param.param.requires_grad for param in params)
-                rooms.append(Room(spec.name, numel, master, trains))
+                needs.append(MemoryNeed(spec.name, numel, master, trains))
         if self._homes is not None:
-            self._homes.reserve(rooms, self._comm.time)
+            self._homes.reserve(needs, self._comm.time)
 
     def take_seed(self, seed: int) -> None:
-        """Take the data-parallel ranks' seed; share the first's over the meshes of DTensors."""
+        """Set the seed of the data-parallel ranks; over meshes of DTensors the first rank's."""
         self._seed = seed
         if self._own_axes:
             value = torch.tensor([seed], device=self._device)
@@ -151,7 +162,9 @@ class Materializer:
                     self._reset_of(use.module, use.name.rpartition(".")[0])
 
     def _check_own_gather(self, spec: ParamSpec) -> None:
-        config, kind = self._config, type(local_of(spec.param)).__name__
+        """Refuse a tensor subclass whose own gather does not work with the settings."""
+        config = self._config
+        kind = type(local_of(spec.param)).__name__
         reason = None
         if not config.stage.shards_state:
             reason = f"nothing is gathered at stage {config.stage.number}; use stage 1, 2 or 3"
@@ -174,11 +187,12 @@ class Materializer:
 
         **Cost** the unit's full parameters once, freed on return; a broadcast of each.
         """
-        config, comm = self._config, self._comm_of(spec)
+        config = self._config
+        comm = self._comm_of(spec)
         home: Home | None = None
-        if self._homes is not None and index >= self._first_away:
+        if self._homes is not None and index >= self._num_on_device:
             home = self._homes.home_of(spec.name, self._device, comm.time, comm.tracer)
-        # A pipeline stage runs many micro-batches; the first one gathers for all of them.
+        # A pipeline stage runs many micro-batches. They share one gather, so forward frees nothing.
         frees = config.stage.frees_after_forward and self._comm.axes.stages is None
         settings = UnitSettings(
             replace(config.stage, reduce_every=config.reduce_every, frees_after_forward=frees),
@@ -196,51 +210,67 @@ class Materializer:
             self._engine,
             settings,
             config.precision,
-            # Experts on a separate mesh get the gradients of all batches from their layers.
+            # Also for experts on a smaller mesh: their layers receive tokens of all these ranks.
             SumSettings(self._comm.axes.num_ranks),
-            Gather(secondary=secondary),
-            home,
+            gather=Gather(secondary=secondary),
+            home=home,
         )
-        values = self._initialised(spec)
-        own = [param for param in spec.params if has_own_gather(param.param)]
-        stored = [param for param in spec.params if not any(param is each for each in own)]
-        storages = [self._build_storage(unit, *group, values) for group in self._groups(stored)]
-        by_dtype: dict[torch.dtype, list[ParamSpec]] = {}
-        for param in own:
-            by_dtype.setdefault(param.param.dtype, []).append(param)
-        unit.grads.gradient_rows = [self._build_apart(unit, params) for params in by_dtype.values()]
+        values = self._initial_values(spec)
+        stored: list[ParamSpec] = []
+        subclasses: dict[torch.dtype, list[ParamSpec]] = {}  # by dtype
+        for param in spec.params:
+            if has_own_gather(param.param):
+                subclasses.setdefault(param.param.dtype, []).append(param)
+            else:
+                stored.append(param)
+        storages = [
+            self._build_storage(unit, dtypes, params, values)
+            for dtypes, params in self._groups(stored)
+        ]
+        unit.grads.gradient_rows = [
+            self._build_subclasses(unit, params) for params in subclasses.values()
+        ]
         unit.set_storages(storages)
         return unit
 
     def _groups(self, stored: Sequence[ParamSpec]) -> Iterator[tuple[Dtypes, list[ParamSpec]]]:
-        """Yield the parameters of each storage.
+        """Yield the dtypes and the parameters of each storage.
 
-        Those cut along dims above 0 have separate ones, and so have codes, which are never cast.
+        Parameters that are cut along dims above 0 have separate storages. So have quantized codes,
+        which are never cast.
         """
-        precision, sharded = self._config.precision, self._config.stage.shards_state
+        precision = self._config.precision
+        shards_state = self._config.stage.shards_state
         for along_dim, are_codes in product((False, True), repeat=2):
             params = [
                 spec
                 for spec in stored
-                if (spec.dim > 0 and sharded) is along_dim and holds_codes(spec.param) is are_codes
+                if (spec.dim > 0 and shards_state) is along_dim
+                and holds_codes(spec.param) is are_codes
             ]
-            tensors = [spec.param for spec in params]
             facts = [
-                (t.dtype, t.dtype.is_floating_point and not are_codes, t.requires_grad)
-                for t in tensors
+                (
+                    spec.param.dtype,
+                    spec.param.dtype.is_floating_point and not are_codes,
+                    spec.param.requires_grad,
+                )
+                for spec in params
             ]
-            found = group_by_dtypes(params, facts, precision.master, precision.param)
-            yield from ((dtypes, members) for (dtypes, _), members in found.items())
+            groups = group_by_dtypes(params, facts, precision.master, precision.param)
+            for (dtypes, _), members in groups.items():
+                yield dtypes, members
 
-    def _build_apart(self, unit: Unit, params: list[ParamSpec]) -> GradientRows:
-        """Add to a unit parameters of one dtype that define their gather, cut by rows."""
-        axis, device, precision = unit.comm.axes.shard, self._comm.device, unit.precision
+    def _build_subclasses(self, unit: Unit, params: list[ParamSpec]) -> GradientRows:
+        """Add tensor subclasses of one dtype that define their gather to a unit, cut by rows."""
+        axis = unit.comm.axes.shard
+        device = self._comm.device
+        precision = unit.precision
         shapes = [tuple(spec.param.shape) for spec in params]
         layout = build_layout("rows", shapes, axis.size)
         policy = MixedPrecisionPolicy(
             precision.param, precision.reduce_dtype, cast_forward_inputs=precision.cast_inputs
         )
-        made = []
+        built: list[ShardedParam] = []
         for number, (spec, shape) in enumerate(zip(params, shapes, strict=True)):
             value = spec.param.detach()
             collective = CollectiveId("broadcast", spec.name, unit.index)
@@ -256,15 +286,24 @@ class Materializer:
             param.index = number
             param.gradient.hooks.adopt(spec.param)
             unit.add(param)
-            made.append(param)
+            built.append(param)
         dtype = params[0].param.dtype
-        return GradientRows(layout, axis.rank, tuple(made), dtype, precision.param or dtype, device)
+        return GradientRows(
+            layout,
+            axis.rank,
+            tuple(built),
+            master_dtype=dtype,
+            compute_dtype=precision.param or dtype,
+            device=device,
+        )
 
     def _build_storage(
         self, unit: Unit, dtypes: Dtypes, params: list[ParamSpec], values: dict[str, torch.Tensor]
     ) -> Storage:
         """Build one storage of a unit, fill it, and add its parameters to the unit."""
-        stage, comm, axis = unit.settings.stage, unit.comm, unit.comm.axes.shard
+        stage = unit.settings.stage
+        comm = unit.comm
+        axis = comm.axes.shard
         layout, dims = self._layout_of(params, axis)
         storage = Storage(
             layout,
@@ -278,39 +317,42 @@ class Materializer:
         )
         if any(param.param.requires_grad for param in params):
             storage.mean_memory.reserve()
-        for number, (param, dim) in enumerate(zip(params, dims, strict=True)):
-            shape = tuple(local_of(param.param).shape)
+        for number, (spec, dim) in enumerate(zip(params, dims, strict=True)):
+            shape = tuple(local_of(spec.param).shape)
             cut_layout = layout if stage.shards_state else None
-            cut = cut_along(shape, cut_layout, number, comm, dim, param.name)
-            if isinstance(param.param, DTensor):
-                cut = cut_piece(cut, param.param._spec)
-            if param.name in values:
-                value = cut.piece_of(values.pop(param.name))
+            cut = cut_along(shape, cut_layout, number, comm, dim, spec.name)
+            if isinstance(spec.param, DTensor):
+                cut = cut_piece(cut, spec.param._spec)
+            if spec.name in values:
+                value = cut.piece_of(values.pop(spec.name))
             else:
-                value = local_of(param.param).detach().contiguous()
-                collective = CollectiveId("broadcast", param.name, unit.index)
-                comm.broadcast(value, collective, also=self._copied_over(param.param, comm))
-            form = ShardTensorForm(cut, param.param.requires_grad)
-            made = ShardedParam(unit, param.uses, form, shape, cut=cut, dim=dim)
-            made.holds_codes = holds_codes(param.param)
-            made.attach_storage(storage, number)
-            storage.fill(number, made.encoding.order_by_rank(value))
-            made.copy_attributes(vars(param.param))
-            made.gradient.hooks.adopt(param.param)
-            unit.add(made)
+                value = local_of(spec.param).detach().contiguous()
+                collective = CollectiveId("broadcast", spec.name, unit.index)
+                comm.broadcast(value, collective, also=self._copied_over(spec.param, comm))
+            form = ShardTensorForm(cut, spec.param.requires_grad)
+            param = ShardedParam(unit, spec.uses, form, shape, cut=cut, dim=dim)
+            param.holds_codes = holds_codes(spec.param)
+            param.attach_storage(storage, number)
+            storage.fill(number, param.encoding.order_by_rank(value))
+            param.copy_attributes(vars(spec.param))
+            param.gradient.hooks.adopt(spec.param)
+            unit.add(param)
         storage.free()
         return storage
 
     def _layout_of(self, params: Sequence[ParamSpec], axis: Axis) -> tuple[Layout, list[int]]:
-        """Return the layout of one storage's parameters, and the dim that each is cut along."""
+        """Return the layout of one storage's parameters, and the dim along which each is cut.
+
+        A parameter that is cut along another dim than 0 is laid out as one row per rank.
+        """
         shapes = [tuple(local_of(p.param).shape) for p in params]
         dims = [p.dim if self._config.stage.shards_state else 0 for p in params]
-        lying = [
+        shapes_in_memory = [
             (axis.size, prod(shape) // axis.size) if dim else shape
             for shape, dim in zip(shapes, dims, strict=True)
         ]
         owners = [param.owner for param in params]
-        return build_layout(self._config.layout, lying, axis.size, owners), dims
+        return build_layout(self._config.layout, shapes_in_memory, axis.size, owners), dims
 
     def _copied_over(self, tensor: torch.Tensor, comm: Comm) -> Sequence[Axis]:
         """Return the axes of tensor parallelism whose ranks have copies of a tensor.
@@ -323,14 +365,17 @@ class Materializer:
         return [axis for axis, placement in placed if placement.is_replicate()]
 
     def _comm_of(self, spec: UnitSpec) -> Comm:
-        """Return the collectives over a unit's mesh; its ranks build its units in one order."""
+        """Return the collectives over a unit's mesh; units on an equal mesh share them.
+
+        Making them is a collective. All ranks of the mesh build its units in the same order.
+        """
         if spec.axes is None:
             return self._comm
         if spec.axes.mesh not in self._comms:
             self._comms[spec.axes.mesh] = make_comm(spec.axes, self._device)
         return self._comms[spec.axes.mesh]
 
-    def _initialised(self, spec: UnitSpec) -> dict[str, torch.Tensor]:
+    def _initial_values(self, spec: UnitSpec) -> dict[str, torch.Tensor]:
         """Return the initial values of the unit's parameters on meta, by name."""
         values: dict[str, torch.Tensor] = {}
         by_module: dict[int, list[ParamSpec]] = {}
@@ -340,15 +385,16 @@ class Materializer:
         for params in by_module.values():
             use = params[0].uses[0]
             names = {param.uses[0].attribute: param.name for param in params}
-            found = self._fill(use.module, use.name.rpartition(".")[0], self._seed_of(spec), names)
-            values |= {names[attribute]: value for attribute, value in found.items()}
+            module_name = use.name.rpartition(".")[0]
+            filled = self._fill(use.module, module_name, self._seed_suffix(spec), names)
+            values |= {names[attribute]: value for attribute, value in filled.items()}
         return values
 
-    def _seed_of(self, spec: UnitSpec) -> str:
-        """Return a seed suffix that separates a unit's values from a namesake's on other ranks.
+    def _seed_suffix(self, spec: UnitSpec) -> str:
+        """Return a suffix for the seed, so that units of one name on other ranks differ.
 
-        A unit on a separate mesh may hold different experts on every such mesh. DTensors are
-        pieces of one tensor, so all ranks draw the same values and need no suffix.
+        Units on separate meshes may hold different experts under the same name. DTensors are pieces
+        of one tensor, so all ranks must draw the same values and the suffix is empty.
         """
         if spec.axes is None or any(isinstance(p.param, DTensor) for p in spec.params):
             return ""
@@ -356,9 +402,13 @@ class Materializer:
         return f"@{first}" if first != main else ""
 
     def _fill(
-        self, module: nn.Module, name: str, apart: str = "", wanted: Iterable[str] = ()
+        self,
+        module: nn.Module,
+        name: str,
+        seed_suffix: str = "",
+        attributes: Iterable[str] = (),
     ) -> dict[str, torch.Tensor]:
-        """Initialise a module; return its ``wanted`` parameters, whole.
+        """Initialise a module; return the full values of the parameters ``attributes``.
 
         Its buffers on meta keep their new memory. All of its parameters get temporary memory,
         because a live or sharded one (such as a tied one) must not be initialised again. Tensors
@@ -367,47 +417,50 @@ class Materializer:
         before = dict(module._parameters)
         for key, param in before.items():
             if param is not None:
-                real = self._unwritten_like(param)
-                module._parameters[key] = nn.Parameter(real, requires_grad=param.requires_grad)
+                memory = self._unwritten_like(param)
+                module._parameters[key] = nn.Parameter(memory, requires_grad=param.requires_grad)
         on_meta = {k: b for k, b in module._buffers.items() if b is not None and b.is_meta}
         module._buffers.update((key, self._unwritten_like(b)) for key, b in on_meta.items())
         try:
-            with self._seeded(name + apart):
+            with self._seeded(name + seed_suffix):
                 self._reset_of(module, name)(module)
-            values = {key: module._parameters[key].detach() for key in wanted}  # type: ignore[union-attr]
+            values = {key: module._parameters[key].detach() for key in attributes}  # type: ignore[union-attr]
         finally:
             module._parameters.update(before)
-        if self._init is leave_values:
+        if self._init is leave_unwritten:
             return values
-        made = [*values.items(), *((key, module._buffers.get(key)) for key in on_meta)]
-        left = [key for key, value in made if value is not None and is_unwritten(local_of(value))]
-        self.unwritten = [*(self.unwritten or ()), *(f"{name}.{key}".lstrip(".") for key in left)]
+        self.unwritten = self.unwritten or []
+        buffers = {key: module._buffers.get(key) for key in on_meta}
+        for key, value in (*values.items(), *buffers.items()):
+            if value is not None and is_unwritten(local_of(value)):
+                self.unwritten.append(f"{name}.{key}".lstrip("."))
         return values
 
     def _unwritten_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return memory for a tensor on meta; `is_unwritten` detects its unwritten elements."""
-        made = torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device=self._device)
-        if self._init is not leave_values:
-            poison(made)
-        return made
+        """Return memory like a tensor's; `is_unwritten` detects its unwritten elements."""
+        memory = torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device=self._device)
+        if self._init is not leave_unwritten:
+            poison(memory)
+        return memory
 
     @contextmanager
     def _seeded(self, name: str) -> Iterator[None]:
+        """Seed the generators by the seed and a module's name; restore them afterwards."""
         digest = hashlib.blake2b(f"{self._seed}/{name}".encode(), digest_size=7).digest()
         with torch.random.fork_rng(fork_rng_devices(self._device)):
             seed_generators(self._device, int.from_bytes(digest))
             yield
 
     def _reset_of(self, module: nn.Module, name: str) -> Init:
-        reset = self._init or getattr(type(module), "reset_parameters", None)
+        """Return the function that initialises a module. **Raises** ConfigError if none does."""
+        reset: Init | None = self._init or getattr(type(module), "reset_parameters", None)
         if reset is None:
             place = f"'{name or '(root)'}' ({type(module).__name__})"
             raise ConfigError(
                 f"model: {place} is on the meta device and has no reset_parameters(); "
                 "give shard(units=Units(init=...)), a function that initialises one module"
             )
-        found: Init = reset
-        return found
+        return reset
 
     def fill_buffers(self, model: nn.Module) -> None:
         """Initialise modules that have only meta buffers; broadcast live buffers from rank 0."""
@@ -422,8 +475,9 @@ class Materializer:
                 self._comm.broadcast(local_of(buffer), collective, also=also)
 
 
-def first_away(specs: Sequence[UnitSpec], config: ShardConfig) -> int:
-    """Return the number of first units that stay on the device: all without offload."""
+def num_units_on_device(specs: Sequence[UnitSpec], config: ShardConfig) -> int:
+    """Return the number of units, from the first on, whose state stays on the device."""
     if config.state_offload is None:
         return len(specs)
-    return config.state_offload.num_staying([sum(p.param.numel() for p in s.params) for s in specs])
+    numels = [sum(param.param.numel() for param in spec.params) for spec in specs]
+    return config.state_offload.num_staying(numels)

@@ -15,10 +15,11 @@ class State(Enum):
 
 
 class ParamState(State):
-    """The owner of the memory of a unit's full parameters.
+    """The state of a unit's full parameters; it says which code may use their memory.
 
-    SHARDED: not readable (freed, or kept and perhaps stale). GATHERING: the transport writes them.
-    FULL: the layers and autograd read them.
+    - SHARDED: no code. The memory is freed, or kept with values that may be stale.
+    - GATHERING: the transport writes it.
+    - FULL: the layers and autograd read it.
     """
 
     SHARDED = "sharded"
@@ -29,9 +30,10 @@ class ParamState(State):
 class GradState(State):
     """The state of a unit's gradients.
 
-    EMPTY: none, or what autograd has written and no reduction has begun to send. PARTIAL: full
-    gradients of this rank's micro-batches, kept for a later reduction. REDUCING: the transport
-    reads them. REDUCED: this rank's slices of the mean are in ``p.grad``.
+    - EMPTY: there are none, or autograd has written full gradients that are not sent yet.
+    - PARTIAL: this rank keeps sums of full gradients for a later reduction.
+    - REDUCING: the transport reads the full gradients.
+    - REDUCED: this rank's slices of the mean are in ``p.grad``.
     """
 
     EMPTY = "empty"
@@ -54,10 +56,10 @@ GRAD_TRANSITIONS = frozenset(
         (GradState.EMPTY, GradState.REDUCED),  # p.grad = t
         (GradState.REDUCED, GradState.PARTIAL),
         (GradState.PARTIAL, GradState.EMPTY),
-        (GradState.PARTIAL, GradState.REDUCED),  # p.grad = t, or a pass that was cut short
+        (GradState.PARTIAL, GradState.REDUCED),  # p.grad = t, or an interrupted pass
         (GradState.PARTIAL, GradState.REDUCING),
         (GradState.REDUCING, GradState.REDUCED),
-        (GradState.REDUCING, GradState.PARTIAL),  # a gradient that came after its unit closed
+        (GradState.REDUCING, GradState.PARTIAL),  # a late gradient, or a deferred sum over replicas
         (GradState.REDUCED, GradState.EMPTY),
     }
 )

@@ -95,7 +95,7 @@ class Storage:
             full_size=compute_dtype.itemsize,
             casts=master_dtype != compute_dtype,
             is_away=home is not None,
-            stays=home is not None and home.leaves_copy,
+            stays=home is not None and home.keeps_device_copy,
             coding=coding if compute_dtype.is_floating_point else None,
             rank=rank,
         )
@@ -113,7 +113,7 @@ class Storage:
             file = home.slices_in_file(numel, master_dtype)
             self.master = file.mapped
         else:
-            self.master = home.lasting(numel, master_dtype)
+            self.master = home.allocate_for_model(numel, master_dtype)
         self.copy = FullCopy(self.full, self.frees, None if self.memory.aliased else ledger)
         self._offsets = [
             layout.piece(index, rank).shard_offset
@@ -456,7 +456,7 @@ class MeansMemory:
         If it is in use, by another micro-batch or by the user, an eviction allocates more.
         """
         if self._home is not None and self._home.files.grads is None:
-            self._at_home.keep(self._home.lasting(self._numel, self._dtype))
+            self._at_home.keep(self._home.allocate_for_model(self._numel, self._dtype))
 
     def start_evict(self, means: torch.Tensor) -> tuple[torch.Tensor, Pending]:
         """Start copying the means to the slices' home; return the destination.

@@ -41,7 +41,7 @@ from shardwise.interop.transformers.weights import (
     read_weights,
 )
 from shardwise.surface.model import sharded_class
-from shardwise.unit.materialize import leave_values
+from shardwise.unit.materialize import leave_unwritten
 
 _REFUSED = {
     "device_map": "a sharded model is where its mesh is",
@@ -94,7 +94,7 @@ def from_pretrained(
         "precision": precision,
         "layout": layout,
         "mesh": mesh,
-        "units": replace(chosen, init=leave_values),
+        "units": replace(chosen, init=leave_unwritten),
         "schedule": schedule,
     }
     old = {name: options.pop(name) for name in _RENAMED if name in options}
