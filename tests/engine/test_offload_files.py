@@ -304,7 +304,7 @@ def test_host_memory_is_taken_once_before_values_are_sent():
     """All that lasts is one piece, made before any values are sent; a step needs no more."""
     sizes = []
     made = []
-    locked, memory, broadcast = HostTime.locked_memory, Home.memory, Comm.broadcast
+    locked, memory, broadcast = HostTime.locked_memory, Home.allocate, Comm.broadcast
 
     def locked_memory(time, num_bytes):
         sizes.append(num_bytes)
@@ -320,7 +320,7 @@ def test_host_memory_is_taken_once_before_values_are_sent():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HostTime, "locked_memory", locked_memory)
-        patch.setattr(Home, "memory", make_memory)
+        patch.setattr(Home, "allocate", make_memory)
         patch.setattr(Comm, "broadcast", check_order)
         for stage, offload in ((3, "cpu"), (1, Offload(optimizer="cpu", fraction=0.5))):
             sizes.clear()

@@ -96,7 +96,7 @@ def measure(rank, world_size, place, folder):
     names = [n for n in ("params", "grads", "optimizer") if folders_of(getattr(place, n))]
     place = Offload(**{**vars(place), **dict.fromkeys(names, where)})
     made = []
-    locked, memory = HostTime.locked_memory, Home.memory
+    locked, memory = HostTime.locked_memory, Home.allocate
 
     def locked_memory(time, num_bytes):
         made.append(num_bytes)
@@ -110,7 +110,7 @@ def measure(rank, world_size, place, folder):
     train(place)  # whatever is loaded and started once
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HostTime, "locked_memory", locked_memory)
-        patch.setattr(Home, "memory", home_memory)
+        patch.setattr(Home, "allocate", home_memory)
         before = anonymous_bytes()
         model, optimizer = train(place)
         grown = anonymous_bytes() - before
