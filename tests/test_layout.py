@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from shardwise.layout.segments import balanced, build_layout, flat_layout, rows_layout
+from shardwise.layout.segments import balance_costs, build_layout, flat_layout, rows_layout
 from shardwise.layout.units import find_device, partition_into_units
 
 shapes = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), max_size=6)
@@ -19,7 +19,7 @@ def laid_out(kind, shapes, num_ranks):
     """Build a layout; of ``matrices``, every parameter of two dims has an owner."""
     matrices = [index for index, shape in enumerate(shapes) if len(shape) == 2]
     owners = [None] * len(shapes)
-    chosen = balanced([prod(shapes[index]) for index in matrices], num_ranks)
+    chosen = balance_costs([prod(shapes[index]) for index in matrices], num_ranks)
     for index, owner in zip(matrices, chosen, strict=True):
         owners[index] = owner
     return build_layout(kind, shapes, num_ranks, owners)
@@ -111,11 +111,11 @@ def test_a_matrix_lies_whole_on_one_rank_and_the_rest_is_flat(shapes, num_ranks)
 
 @given(st.lists(st.integers(0, 99), max_size=9), num_ranks)
 def test_the_longest_go_first_so_that_no_rank_has_a_whole_one_more_than_another(costs, num_ranks):
-    owners = balanced(costs, num_ranks)
+    owners = balance_costs(costs, num_ranks)
     loads = [sum(c for c, o in zip(costs, owners, strict=True) if o == r) for r in range(num_ranks)]
     assert sum(loads) == sum(costs)
     assert max(loads) - min(loads) <= max(costs, default=0)
-    assert owners == balanced(costs, num_ranks)
+    assert owners == balance_costs(costs, num_ranks)
 
 
 # Units.

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.layout.boxes import Overlap, boxes_of_range, owners_of
+from shardwise.layout.boxes import OwnedRange, boxes_of_range, owners_of
 from shardwise.layout.segments import Layout, build_layout
 
 KINDS = ("rows", "flat")
@@ -104,7 +104,7 @@ def test_the_owners_of_a_range_are_those_that_asking_every_rank_finds(case):
     layout, index, lo, hi = case
     pieces = [layout.piece(index, rank) for rank in range(layout.num_ranks)]
     meets = [(rank, max(lo, p.lo), min(hi, p.hi)) for rank, p in enumerate(pieces)]
-    assert owners_of(layout, index, lo, hi) == [Overlap(*m) for m in meets if m[1] < m[2]]
+    assert owners_of(layout, index, lo, hi) == [OwnedRange(*m) for m in meets if m[1] < m[2]]
 
 
 @pytest.mark.parametrize("reading_ranks", [3, 9_999])

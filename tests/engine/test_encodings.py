@@ -119,7 +119,7 @@ def test_layers_read_and_means_are_of_what_every_rank_encoded_to_the_bit(rank, n
     with pytest.MonkeyPatch.context() as patch:
         exchanged = record_exchanges(patch) if is_nccl else []
         for codes in (gathering, reducing) if num_ranks > 2 else ():  # a few blocks at a time
-            patch.setattr(codes, "ON_CPU_AT_A_TIME", 3 * BLOCK)
+            patch.setattr(codes, "CPU_CHUNK_NUMEL", 3 * BLOCK)
         # All over three ranks; of each kind and layout elsewhere.
         is_sampled = is_nccl or num_ranks < 3
         for stage, layout, kind, dtype in CASES[:: 3 if is_sampled else 1]:

@@ -206,4 +206,4 @@ def test_what_has_no_plan_is_refused():
     with pytest.raises(ConfigError, match="Linear has no plan"):
         parallelize(nn.Linear(2, 2), shardwise.Axes(tp=2))
     with pytest.raises(ConfigError, match="which ranks share an expert"):
-        shardwise.layout.placements.with_experts((), None, "*.experts", None)
+        shardwise.layout.placements.place_experts((), None, "*.experts", None)

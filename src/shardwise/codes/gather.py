@@ -13,7 +13,7 @@ import torch
 
 from shardwise.codes.reduce import decode, encode
 from shardwise.comm.pending import GatherItem, Pending
-from shardwise.layout.wire import AT_A_TIME, ON_CPU_AT_A_TIME, SCALE_BYTES, Run, Wire
+from shardwise.layout.wire import CPU_CHUNK_NUMEL, DEVICE_CHUNK_NUMEL, SCALE_BYTES, BlockRun, Wire
 from shardwise.unit.home import Home
 
 
@@ -35,7 +35,7 @@ class CodedGather:
     def __init__(self, wire: Wire, rank: int, full: torch.Tensor) -> None:
         self._wire, self._rank, self._full = wire, rank, full
         self._kind = wire.coding.format
-        self._most = ON_CPU_AT_A_TIME if full.device.type == "cpu" else AT_A_TIME
+        self._most = CPU_CHUNK_NUMEL if full.device.type == "cpu" else DEVICE_CHUNK_NUMEL
         self._bytes = torch.empty(wire.num_bytes, dtype=torch.uint8, device=full.device)
         self._shares = self._lay_out_shares(self._bytes, rank, wire.layout.num_ranks)
         self.items = [
@@ -153,14 +153,14 @@ class CodedGather:
                     plain.append((to, self._plain_at(place, each)))
         return found, plain
 
-    def _parts(self, run: Run, ranks: int) -> Iterator[tuple[int, int]]:
+    def _parts(self, run: BlockRun, ranks: int) -> Iterator[tuple[int, int]]:
         """Yield (number, first) of the blocks that are encoded or decoded at a time."""
         most = max(self._most // (run.width * ranks), 1)
         for begin in range(0, run.num, most):
             yield min(most, run.num - begin), begin
 
     def _blocks_at(
-        self, place: torch.Tensor, run: Run, ranks: int, begin: int, num: int
+        self, place: torch.Tensor, run: BlockRun, ranks: int, begin: int, num: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the codes and scales of blocks in ``place``, of one or several ranks."""
         size, share = self._wire.coding.code_bytes(run.width), place.numel() // ranks
@@ -173,6 +173,6 @@ class CodedGather:
         scales = numbers.as_strided((ranks, num, 1), (share // SCALE_BYTES, 1, 1), at)
         return codes, scales
 
-    def _plain_at(self, place: torch.Tensor, plain: Run) -> torch.Tensor:
+    def _plain_at(self, place: torch.Tensor, plain: BlockRun) -> torch.Tensor:
         num_bytes = plain.numel * self._full.element_size()
         return place[plain.codes :][:num_bytes].view(self._full.dtype)

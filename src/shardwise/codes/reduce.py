@@ -33,12 +33,12 @@ from shardwise.comm.pending import CollectiveId, Pending, ReduceItem
 from shardwise.comm.point_to_point import sum_in_order
 from shardwise.comm.shares import BLOCK_NUMEL, owned_ranges
 from shardwise.layout.wire import (
-    AT_A_TIME,
-    ON_CPU_AT_A_TIME,
+    CPU_CHUNK_NUMEL,
+    DEVICE_CHUNK_NUMEL,
     SCALE_BYTES,
+    BlockRun,
     CodedMessage,
-    Run,
-    Slice,
+    SentSlice,
     message_of,
 )
 from shardwise.mesh import Axis
@@ -58,7 +58,7 @@ class _Addend:
     values: torch.Tensor
     out: torch.Tensor
     dtype: torch.dtype
-    place: Slice
+    place: SentSlice
 
 
 def start_reduce_scatter(
@@ -114,12 +114,12 @@ def _addends(items: Sequence[ReduceItem], rank: int) -> Iterator[_Addend]:
             offset, part = item.parts[number]
             coding = codings[number]
             dtype = part.dtype if coding is None else torch.bfloat16
-            place = Slice(lo - offset, hi - offset, dtype.itemsize, coding)
+            place = SentSlice(lo - offset, hi - offset, dtype.itemsize, coding)
             out = item.out[lo - begin : hi - begin]
             yield _Addend(part[place.lo : place.hi], out, dtype, place)
 
 
-def _pack(run: Run, addend: _Addend, box: torch.Tensor) -> None:
+def _pack(run: BlockRun, addend: _Addend, box: torch.Tensor) -> None:
     """Write a run's bytes."""
     if run.coding is None:
         _numbers(run, addend, box).copy_(addend.values)
@@ -129,10 +129,10 @@ def _pack(run: Run, addend: _Addend, box: torch.Tensor) -> None:
         encode(_blocks(run, addend.values, begin, num), codes, scales, run.coding.format)
 
 
-def _sum(run: Run, addend: _Addend, boxes: Sequence[torch.Tensor], divisor: float) -> None:
+def _sum(run: BlockRun, addend: _Addend, boxes: Sequence[torch.Tensor], divisor: float) -> None:
     """Decode a run of every rank, add in rank order, divide."""
     if run.coding is None:
-        at_a_time = BLOCK_NUMEL if addend.out.device.type == "cpu" else AT_A_TIME
+        at_a_time = BLOCK_NUMEL if addend.out.device.type == "cpu" else DEVICE_CHUNK_NUMEL
         numbers = [_numbers(run, addend, box) for box in boxes]
         sum_in_order(numbers, addend.out, divisor, at_a_time)
         return
@@ -150,21 +150,21 @@ def _sum(run: Run, addend: _Addend, boxes: Sequence[torch.Tensor], divisor: floa
             out.div_(divisor)
 
 
-def _parts(run: Run, device: torch.device) -> Iterator[tuple[int, int]]:
+def _parts(run: BlockRun, device: torch.device) -> Iterator[tuple[int, int]]:
     """Yield (first, number) of the blocks that are worked on at a time."""
-    at_a_time = ON_CPU_AT_A_TIME if device.type == "cpu" else AT_A_TIME
+    at_a_time = CPU_CHUNK_NUMEL if device.type == "cpu" else DEVICE_CHUNK_NUMEL
     most = max(at_a_time // run.width, 1)
     for begin in range(0, run.num, most):
         yield begin, min(most, run.num - begin)
 
 
-def _blocks(run: Run, values: torch.Tensor, begin: int, num: int) -> torch.Tensor:
+def _blocks(run: BlockRun, values: torch.Tensor, begin: int, num: int) -> torch.Tensor:
     first = run.begin + begin * run.width
     return values[first : first + num * run.width].view(num, run.width)
 
 
 def _codes(
-    run: Run, coding: Coding, box: torch.Tensor, begin: int, num: int
+    run: BlockRun, coding: Coding, box: torch.Tensor, begin: int, num: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     size = coding.code_bytes(run.width)
     codes = box[run.codes + begin * size :][: num * size].view(num, size)
@@ -173,7 +173,7 @@ def _codes(
     return codes, scales
 
 
-def _numbers(run: Run, addend: _Addend, box: torch.Tensor) -> torch.Tensor:
+def _numbers(run: BlockRun, addend: _Addend, box: torch.Tensor) -> torch.Tensor:
     return box[run.codes :][: run.width * addend.dtype.itemsize].view(addend.dtype)
 
 

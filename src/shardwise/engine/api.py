@@ -47,10 +47,10 @@ from shardwise.errors import ConfigError, StorageError
 from shardwise.homes import OffloadLike
 from shardwise.layout.placements import (
     ChooseLayout,
+    assign_owners,
     layout_name,
+    place_experts,
     place_params,
-    with_experts,
-    with_owners,
 )
 from shardwise.layout.units import UnitSpec, find_device, partition_into_units
 from shardwise.mesh import DataAxes, check_nearby, nearby_axis, resolve_axes
@@ -88,9 +88,9 @@ def shard(
     parameters too. ``mesh`` is `Axes`, or a DeviceMesh of one axis (shard) or two (replicate,
     shard); None is all ranks. ``units`` are module classes, class names or modules that are
     gathered and freed together, or `Units`; None finds them. ``layout`` is "rows", "flat",
-    "matrices" or a function (`with_owners`). ``precision`` is "fp32", "bf16", "fp16", the dtype to
-    compute in, or a `Precision`. ``offload`` is "cpu", "nvme:FOLDER" or an `Offload`. ``schedule``
-    is a `Schedule`. ``renamed`` takes parameters of version 0.1, with a warning.
+    "matrices" or a function (`assign_owners`). ``precision`` is "fp32", "bf16", "fp16", the dtype
+    to compute in, or a `Precision`. ``offload`` is "cpu", "nvme:FOLDER" or an `Offload`.
+    ``schedule`` is a `Schedule`. ``renamed`` takes parameters of version 0.1, with a warning.
 
     A model on the meta device is filled by its modules' ``reset_parameters()``, or by
     `Units.init`. Elements left unwritten are an error afterwards. DTensors keep their placements.
@@ -147,8 +147,8 @@ def _ask(
     device = find_device(specs)
     axes = _axes_for(device, mesh)
     check_nearby(axes, config.nearby_ranks)
-    placed = with_experts(specs, chosen.placements, chosen.experts, mesh)
-    specs = with_owners(place_params(specs, placed, axes, config.layout), layout, axes)
+    placed = place_experts(specs, chosen.placements, chosen.experts, mesh)
+    specs = assign_owners(place_params(specs, placed, axes, config.layout), layout, axes)
     adoption = Adoption(optimizer, specs)
     device = device or current_device(axes.mesh.device_type)
     homes = open_homes(config.state_offload, device)

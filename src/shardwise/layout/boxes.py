@@ -5,14 +5,14 @@ hold only *boxes* (one offset and one length for each dim). `boxes_of_range` con
 boxes. `owners_of` finds the ranks that wrote a range of another layout. A `Region` is any box, such
 as a cut of tensor parallelism.
 
-Note [The longest box first is the fewest boxes]
-A *block* of dim d is all elements behind one index of dims 0 to d. A box whose elements are
-contiguous is a run of whole blocks of one dim d, inside one block of dim d - 1. Take the longest
-one at ``lo``, and call its end e. Either a block of dim d - 1 ends at e: a box that crosses e
-consists of such blocks, or of larger ones, and begins where one begins, so not between lo and e.
-Or ``hi`` is less than one block of dim d behind e: a box that crosses e would have to end inside
-that block, and so to begin in it. Either way every cut of the range has a border at e, and the
-longest box never costs one more.
+Note [Taking the longest box first gives the fewest boxes]
+A *block* of dim d is all elements with the same indices in dims 0 to d. A box with contiguous
+elements is a run of whole blocks of one dim d, inside one block of dim d - 1. Take the longest box
+at ``lo``, and call its end e. Either a block of dim d - 1 ends at e: a box that crosses e consists
+of such blocks, or of larger ones, and begins where one begins, so not between lo and e. Or ``hi``
+is less than one block of dim d after e: a box that crosses e would have to end inside that block,
+and so to begin in it. In both cases every partition of the range has a border at e, so taking the
+longest box never costs an additional box.
 
 Along the range the blocks first grow and then shrink, dim by dim. So a range has at most
 ``2 * (ndim - 1) + 1`` boxes.
@@ -39,7 +39,7 @@ class Box:
 
 
 @dataclass(frozen=True, slots=True)
-class Overlap:
+class OwnedRange:
     """Elements ``[lo, hi)`` of a parameter, all owned by ``rank``."""
 
     rank: int
@@ -49,7 +49,7 @@ class Overlap:
 
 @lru_cache(maxsize=4096)
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the stride of each dim of a contiguous tensor, as torch has it for empty ones too."""
+    """Return the strides of a contiguous tensor, equal to torch's also for empty tensors."""
     strides = [1]
     for size in reversed(shape[1:]):
         strides.append(strides[-1] * max(size, 1))
@@ -59,8 +59,8 @@ def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
 def boxes_of_range(shape: Sequence[int], lo: int, hi: int) -> tuple[Box, ...]:
     """Cut elements ``[lo, hi)`` of a tensor into as few boxes as possible, in flat order.
 
-    Whole rows give one box, an empty range none.
-    See Note [The longest box first is the fewest boxes].
+    Whole rows give one box, an empty range gives none.
+    See Note [Taking the longest box first gives the fewest boxes].
 
     **Cost** O(ndim) for each box; at most ``2 * (ndim - 1) + 1`` boxes.
     **Raises** ValueError when the range is not inside the tensor.
@@ -75,13 +75,13 @@ def boxes_of_range(shape: Sequence[int], lo: int, hi: int) -> tuple[Box, ...]:
     return tuple(boxes)
 
 
-def owners_of(layout: Layout, index: int, lo: int, hi: int) -> list[Overlap]:
-    """Return the parts of elements ``[lo, hi)`` of parameter ``index``, each with its rank.
+def owners_of(layout: Layout, index: int, lo: int, hi: int) -> list[OwnedRange]:
+    """Return the ranges that make up elements ``[lo, hi)`` of parameter ``index``, by owner.
 
-    In flat order, which is rank order; every element once; nothing for an empty range.
+    They are in flat order, which is rank order. An empty range has none.
 
-    **Cost** O(overlaps), whatever the number of ranks: the shares of a segment are equal, so the
-    first and the last rank are found by division.
+    **Cost** O(ranges), whatever the number of ranks: the shares of a segment are equal, so the
+    first and the last rank follow by division.
     **Raises** ValueError when the range is not inside the parameter.
     """
     placed = layout.params[index]
@@ -90,29 +90,34 @@ def owners_of(layout: Layout, index: int, lo: int, hi: int) -> list[Overlap]:
         return []
     segment = layout.segments[placed.segment]
     if segment.owner is not None:
-        return [Overlap(segment.owner, lo, hi)]
-    share = segment.shard_numel
-    first, last = (placed.offset + lo) // share, (placed.offset + hi - 1) // share
-    overlaps = []
+        return [OwnedRange(segment.owner, lo, hi)]
+    first = (placed.offset + lo) // segment.shard_numel
+    last = (placed.offset + hi - 1) // segment.shard_numel
+    ranges = []
     for rank in range(first, last + 1):
         piece = layout.piece(index, rank)
-        overlaps.append(Overlap(rank, max(lo, piece.lo), min(hi, piece.hi)))
-    return overlaps
+        ranges.append(OwnedRange(rank, max(lo, piece.lo), min(hi, piece.hi)))
+    return ranges
 
 
 def _longest_box(shape: Sequence[int], numel: int, lo: int, hi: int) -> Box:
     """Return the longest box that starts at ``lo`` and ends at ``hi`` or before."""
-    offsets: tuple[int, ...] = ()
-    block, inside = numel, lo
+    offsets: list[int] = []
+    block = numel  # elements of a block of the present dim
+    remainder = lo  # offset of ``lo`` in its block
     for dim, size in enumerate(shape):
         block //= size
-        offset, inside = divmod(inside, block)
-        offsets += (offset,)
-        if not inside and block <= hi - lo:
+        offset, remainder = divmod(remainder, block)
+        offsets.append(offset)
+        if not remainder and block <= hi - lo:
             count = min((hi - lo) // block, size - offset)
-            behind = shape[dim + 1 :]
-            lengths = (*(1,) * dim, count, *behind)
-            return Box(offsets + (0,) * len(behind), lengths, lo, lo + count * block)
+            inner_shape = tuple(shape[dim + 1 :])
+            return Box(
+                offsets=tuple(offsets) + (0,) * len(inner_shape),
+                lengths=(1,) * dim + (count,) + inner_shape,
+                lo=lo,
+                hi=lo + count * block,
+            )
     return Box((), (), lo, hi)  # no dims: the one element of a scalar
 
 
@@ -122,7 +127,7 @@ def _check_range(lo: int, hi: int, numel: int) -> None:
 
 
 class Region(NamedTuple):
-    """A box of a tensor: its offset and its size in each dim."""
+    """A box of a tensor: its offset ``at`` and its size ``shape`` in each dim."""
 
     at: tuple[int, ...]
     shape: tuple[int, ...]
@@ -140,13 +145,16 @@ class Region(NamedTuple):
         return Region(at, shape) if all(n > 0 for n in shape) else None
 
     def shift_from(self, other: "Region") -> int | None:
-        """Return flat offsets in ``other`` minus those here; None if it is not constant."""
+        """Return the flat offset of an element in ``other`` minus its flat offset in this box.
+
+        Return None if the difference is not the same for all elements.
+        """
         if self.at[1:] != other.at[1:] or self.shape[1:] != other.shape[1:]:
             return None
         return (self.at[0] - other.at[0]) * prod(self.shape[1:]) if self.at else 0
 
     def flat(self, inner: "Region") -> tuple[int, int]:
-        """Return the flat range from the first to the last element of a box inside."""
+        """Return the flat range in this box from the first to the last element of ``inner``."""
         first = last = 0
         for begin, size, at, count in zip(*self, *inner, strict=True):
             first = first * size + at - begin
@@ -154,16 +162,17 @@ class Region(NamedTuple):
         return first, last + 1
 
     def parts(self, lo: int, hi: int) -> list[tuple["Region", int, int]]:
-        """Return the boxes, in the whole tensor, of flat elements [lo, hi) of this box."""
+        """Return flat elements [lo, hi) of this box as (box of the tensor, begin, end)."""
         return [
             (Region(tuple(map(add, self.at, box.offsets)), box.lengths), box.lo, box.hi)
             for box in boxes_of_range(self.shape, lo, hi)
         ]
 
     def inside(self, part: "Region") -> tuple[slice, ...]:
-        """Return the slices of a part in an array of this box."""
+        """Return the index of ``part`` in an array of this box, one slice per dim."""
         return tuple(
-            slice(a - b, a - b + n) for a, n, b in zip(part.at, part.shape, self.at, strict=True)
+            slice(offset - begin, offset - begin + size)
+            for offset, size, begin in zip(part.at, part.shape, self.at, strict=True)
         )
 
 

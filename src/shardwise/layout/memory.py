@@ -1,11 +1,11 @@
 """Bytes of the parameters of one layout, for `unit.storage` and for plans.
 
-Note [Where the shard lies]
+Note [Where the shard is]
 If the full copy is kept and has the master dtype (stages 0 to 2 in fp32, and any stage on one
 rank), the shard *is* a slice of the full buffer. Otherwise the shard has a separate buffer, and the
-gather copies or casts this rank's share into the full buffer first. A separate low-precision shard
-exists only if the masters are offloaded and the parameters are to stay. If gathers are encoded, the
-full copy has other values than the shard, on one rank too, so the shard is separate.
+gather first copies or casts this rank's share into the full buffer. A separate low-precision shard
+exists only if the masters are offloaded and a device copy of them is kept. If gathers are encoded,
+the full copy has other values than the shard, on one rank too, so the shard is separate.
 """
 
 from collections.abc import Iterable
@@ -31,23 +31,25 @@ def group_by_dtypes(
     ``compute`` are the dtypes of the setting; None keeps the parameter's. Frozen parameters have a
     separate storage: they need no gradients and never become stale.
     """
-    found: dict[tuple[tuple[D, D], bool], list[P]] = {}
-    for param, (own, is_floating, is_trained) in zip(params, facts, strict=True):
-        dtypes = own, own
-        if is_floating:
-            dtypes = (master or own) if is_trained else own, compute or own
-        found.setdefault((dtypes, is_trained), []).append(param)
-    return found
+    groups: dict[tuple[tuple[D, D], bool], list[P]] = {}
+    for param, (dtype, is_floating, is_trained) in zip(params, facts, strict=True):
+        master_dtype = (master or dtype) if is_floating and is_trained else dtype
+        compute_dtype = (compute or dtype) if is_floating else dtype
+        groups.setdefault(((master_dtype, compute_dtype), is_trained), []).append(param)
+    return groups
 
 
 @dataclass(frozen=True)
-class Memory:
-    """The memory of the parameters of one pair of dtypes, master and computing.
+class StorageMemory:
+    """The memory of a `Storage`: parameters of one pair of dtypes, master and computing.
 
-    ``master_size`` and ``full_size`` are bytes per element. ``casts``: the two dtypes differ.
-    ``is_away``: the slices are offloaded. ``stays``: a copy of the offloaded slices, in the full
-    copy's dtype, stays on the device. ``coding`` is that of gathers. ``rank`` is the rank whose
-    memory it is, as shares may differ.
+    - ``master_size``, ``full_size``: bytes of an element of the slices and of the full copy.
+    - ``casts``: the two dtypes differ.
+    - ``is_offloaded``: the slices are offloaded.
+    - ``keeps_device_copy``: a copy of the offloaded slices in the computing dtype stays on the
+      device.
+    - ``coding``: the coding of gathers.
+    - ``rank``: the rank whose memory it is, as shares may differ.
     """
 
     layout: Layout
@@ -55,35 +57,38 @@ class Memory:
     master_size: int
     full_size: int
     casts: bool
-    is_away: bool = False
-    stays: bool = False
+    is_offloaded: bool = False
+    keeps_device_copy: bool = False
     coding: Coding | None = None
     rank: int = 0
 
     @cached_property
     def wire(self) -> Wire | None:
         """The encoded gather; None if no parameter is encoded."""
-        made = None if self.coding is None else Wire(self.layout, self.coding, self.full_size)
-        return made if made is not None and made.has_codes else None
+        if self.coding is None:
+            return None
+        wire = Wire(self.layout, self.coding, self.full_size)
+        return wire if wire.has_codes else None
 
     @property
     def gathered_segments(self) -> list[tuple[Segment, int]]:
-        """The segments that are gathered, each with the bytes of its elements."""
+        """The segments that are gathered, with the bytes of an element."""
         if self.wire is not None:
             return [(segment, 1) for segment in self.wire.segments]
         return [(segment, self.full_size) for segment in self.layout.segments]
 
     @cached_property
     def aliased(self) -> bool:
-        """Tell whether the slices lie inside the full copy; see Note [Where the shard lies]."""
-        keeps = not self.stage.frees_after_backward or self.layout.num_ranks == 1
-        return keeps and not self.casts and not self.is_away and self.wire is None
+        """Tell whether the slices are inside the full copy; see Note [Where the shard is]."""
+        keeps_full = not self.stage.frees_after_backward or self.layout.num_ranks == 1
+        return keeps_full and not self.casts and not self.is_offloaded and self.wire is None
 
     @cached_property
     def frees(self) -> bool:
         """Tell whether the full copy is freed after use."""
-        stays = self.stays and self.layout.num_ranks == 1  # the full copy is the slices' copy
-        return not self.aliased and self.stage.frees_after_backward and not stays
+        # On one rank the full copy serves as the device copy of the slices.
+        is_device_copy = self.keeps_device_copy and self.layout.num_ranks == 1
+        return not self.aliased and self.stage.frees_after_backward and not is_device_copy
 
     @cached_property
     def needs_gather(self) -> bool:
@@ -92,22 +97,22 @@ class Memory:
 
     @cached_property
     def copy_bytes(self) -> int:
-        """Bytes of the copy of the slices that gathers read while the slices are offloaded."""
-        return self.own_numel * self.full_size if self.stays and self.frees else 0
+        """Bytes of the device copy of offloaded slices, which gathers read."""
+        return self.local_numel * self.full_size if self.keeps_device_copy and self.frees else 0
 
     @cached_property
-    def fills_first(self) -> bool:
-        """Tell whether a gather casts or fetches this rank's share into the full copy first."""
-        casts = (self.casts or self.is_away) and self.wire is None
-        return not self.aliased and casts and not self.copy_bytes
+    def fills_before_gather(self) -> bool:
+        """Tell whether this rank's share is cast or fetched into the full copy before a gather."""
+        needs_copy = (self.casts or self.is_offloaded) and self.wire is None
+        return not self.aliased and needs_copy and not self.copy_bytes
 
     @cached_property
     def gathers_in_place(self) -> bool:
-        """Tell whether this rank's share is in its place before the gather."""
-        return self.aliased or self.fills_first or self.wire is not None
+        """Tell whether this rank's share is at its offset in the full copy before the gather."""
+        return self.aliased or self.fills_before_gather or self.wire is not None
 
     @cached_property
-    def own_numel(self) -> int:
+    def local_numel(self) -> int:
         """Elements of this rank's slices and of their gradients: S, or P at stage 0."""
         if not self.stage.shards_state:
             return self.layout.full_numel
@@ -121,17 +126,19 @@ class Memory:
     @property
     def shard_bytes(self) -> int:
         """Bytes of this rank's slices, padding included, offloaded or not."""
-        return self.own_numel * self.master_size
+        return self.local_numel * self.master_size
 
     @property
     def gather_bytes(self) -> tuple[int, int]:
-        """Bytes that a rank sends to each other rank in a gather, and their number unencoded."""
+        """Bytes that a rank sends to each other rank in a gather: as sent, and if not encoded."""
         if not self.needs_gather:
             return 0, 0
-        sent = sum(each.share_numel(self.rank) * size for each, size in self.gathered_segments)
+        sent = sum(
+            segment.share_numel(self.rank) * size for segment, size in self.gathered_segments
+        )
         return sent, self.layout.shard_numel(self.rank) * self.full_size
 
     @property
-    def beside_bytes(self) -> int:
-        """Bytes of an allocated full copy beyond the slices."""
+    def additional_bytes(self) -> int:
+        """Bytes that an allocated full copy adds to the slices."""
         return self.full_bytes - (self.shard_bytes if self.aliased else 0)

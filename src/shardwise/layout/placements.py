@@ -1,11 +1,11 @@
 """Placement of each parameter: its mesh, its dim, or the one rank that owns all of it.
 
 Note [Owners of matrices]
-An optimizer that reads whole matrices (Muon, Shampoo, SOAP) steps each on the rank that owns it,
-and nothing is sent. Owners are balanced over all matrices of the model: the largest first, each to
-the rank with the least so far. The weight is the number of elements, which a rank holds, receives
-and steps. The products of a Muon step are proportional to it for matrices with the same shorter
-side, as in one transformer.
+An optimizer that reads whole matrices (Muon, Shampoo, SOAP) steps each matrix on the rank that owns
+it, and nothing is sent. Owners are balanced over all matrices of the model: the largest first, to
+the least loaded rank. The load is the number of elements that a rank holds, receives and steps. The
+work of a Muon step is proportional to it for matrices with the same shorter side, as in one
+transformer.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,14 +20,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from shardwise.axes import Axes
 from shardwise.config import Placement, Placements
 from shardwise.errors import ConfigError
-from shardwise.layout.segments import balanced
+from shardwise.layout.segments import balance_costs
 from shardwise.layout.units import ParamSpec, UnitSpec
 from shardwise.mesh import Axis, DataAxes, resolve_axes
 
 ChooseLayout = Callable[[str, nn.Parameter], str]  # "matrices" or "flat", by name and parameter
 
 
-def with_experts(
+def place_experts(
     specs: Sequence[UnitSpec],
     placements: Placements | None,
     experts: str | Sequence[str],
@@ -43,21 +43,22 @@ def with_experts(
         return placements
     if not isinstance(mesh, Axes):
         raise ConfigError(
-            f"experts={experts!r}: which ranks share an expert says mesh=shardwise.Axes(..., ep=n)"
+            f"experts={experts!r} needs mesh=shardwise.Axes(..., ep=n): the axes say which ranks "
+            "share an expert"
         )
     if placements is not None and not isinstance(placements, Mapping):
         raise ConfigError("experts: placements is a function; let it return axes.experts for them")
     names = [experts] if isinstance(experts, str) else list(experts)
     params = [param for spec in specs for param in spec.params]
     if mesh.pp > 1:
-        names = [name for name in names if any(_fits(name, param) for param in params)]
+        names = [name for name in names if any(_matches(name, param) for param in params)]
     for name in names:
-        found = _named("experts", name, params)
-        plain = next((param for param in found if not isinstance(param.param, DTensor)), None)
+        matching = _find_params("experts", name, params)
+        plain = next((param for param in matching if not isinstance(param.param, DTensor)), None)
         if mesh.ep > 1 and plain is not None:
             raise ConfigError(
                 f"experts: '{plain.name}' is no DTensor on axes['ep'], so each of the {mesh.ep} "
-                "ranks there would train one of its own: spread it first, by "
+                "ranks of that axis would train a separate copy: spread it first, by "
                 "spread_experts(model, axes), or a model of transformers by parallelize()"
             )
     if mesh.ep == 1:
@@ -77,33 +78,34 @@ def place_params(
     **Raises** ConfigError with the parameter's name for a name that matches none, a mesh outside
     the model's, a dim that cannot be cut evenly, and DTensors that cannot be cut further.
     """
-    placed = tuple(specs) if placements is None else _placed(specs, placements, axes, layout)
+    placed = tuple(specs) if placements is None else _place_all(specs, placements, axes, layout)
     for spec in placed:
         for param in spec.params:
             if isinstance(param.param, DTensor):
-                _check_piece(param.name, param.param, spec.axes or axes, axes)
+                _check_dtensor(param.name, param.param, spec.axes or axes, axes)
     return placed
 
 
-def _placed(
+def _place_all(
     specs: Sequence[UnitSpec], placements: Placements, axes: DataAxes, layout: str
 ) -> tuple[UnitSpec, ...]:
+    """Give every parameter its mesh and dim; return one unit per module and mesh."""
     choose = _chooser(placements, [p for spec in specs for p in spec.params])
-    known: dict[DeviceMesh, DataAxes] = {axes.mesh: axes}
-    found: list[UnitSpec] = []
+    axes_by_mesh: dict[DeviceMesh, DataAxes] = {axes.mesh: axes}
+    placed: list[UnitSpec] = []
     for spec in specs:
+        # The root unit stays on the model's mesh, also without parameters.
         by_mesh: dict[DeviceMesh, list[ParamSpec]] = {axes.mesh: []} if not spec.name else {}
         for param in spec.params:
-            mesh, dim = _asked(choose(param), param, axes)
-            if mesh not in known:
-                known[mesh] = _part_of(axes, mesh, param)
-            _check_dim(param, dim, known[mesh].shard.size, layout)
+            mesh, dim = _mesh_and_dim(choose(param), param, axes)
+            if mesh not in axes_by_mesh:
+                axes_by_mesh[mesh] = _axes_of_other_mesh(axes, mesh, param)
+            _check_dim(param, dim, axes_by_mesh[mesh].shard.size, layout)
             by_mesh.setdefault(mesh, []).append(replace(param, dim=dim))
-        found += [
-            replace(spec, params=tuple(params), axes=None if mesh == axes.mesh else known[mesh])
-            for mesh, params in by_mesh.items()
-        ]
-    return tuple(found)
+        for mesh, params in by_mesh.items():
+            unit_axes = None if mesh == axes.mesh else axes_by_mesh[mesh]
+            placed.append(replace(spec, params=tuple(params), axes=unit_axes))
+    return tuple(placed)
 
 
 def _chooser(
@@ -116,19 +118,26 @@ def _chooser(
                 "parameter's name and the parameter"
             )
         function = placements
-        return lambda param: _answer(function, param)
+        return lambda param: _call_user_function(function, param)
     rules = placements
     for pattern in rules:
         if not isinstance(pattern, str):
             raise ConfigError(f"placements: {pattern!r} is no name of a parameter or a module")
-        _named("placements", pattern, params)
-    return lambda param: next((p for name, p in rules.items() if _fits(name, param)), None)
+        _find_params("placements", pattern, params)
+
+    def first_match(param: ParamSpec) -> Placement | None:
+        for pattern, placement in rules.items():
+            if _matches(pattern, param):
+                return placement
+        return None
+
+    return first_match
 
 
-def _answer(
+def _call_user_function(
     function: Callable[[str, nn.Parameter], Placement | None], param: ParamSpec
 ) -> Placement | None:
-    """Call a user's function; its error becomes one of the setting, reported on all ranks."""
+    """Call a user's function; turn its errors into ConfigErrors, which all ranks report."""
     try:
         return function(param.name, param.param)
     except Exception as error:
@@ -138,38 +147,38 @@ def _answer(
         ) from error
 
 
-def _named(setting: str, pattern: str, params: Sequence[ParamSpec]) -> list[ParamSpec]:
+def _find_params(setting: str, pattern: str, params: Sequence[ParamSpec]) -> list[ParamSpec]:
     """Return the parameters that match a pattern. **Raises** ConfigError if none matches."""
-    found = [param for param in params if _fits(pattern, param)]
-    if not found:
+    matching = [param for param in params if _matches(pattern, param)]
+    if not matching:
         raise ConfigError(
             f"{setting}: '{pattern}' is the name of no parameter and of no module that has some; "
             f"the model has '{params[0].name}' and others"
         )
-    return found
+    return matching
 
 
-def _fits(pattern: str, param: ParamSpec) -> bool:
+def _matches(pattern: str, param: ParamSpec) -> bool:
     return any(
         fnmatchcase(u.name, pattern) or fnmatchcase(u.name, f"{pattern}.*") for u in param.uses
     )
 
 
-def _asked(placement: object, param: ParamSpec, axes: DataAxes) -> tuple[DeviceMesh, int]:
-    """Return the mesh, and the dim as a number from 0."""
-    given = placement if isinstance(placement, tuple) else (placement,)
+def _mesh_and_dim(placement: object, param: ParamSpec, axes: DataAxes) -> tuple[DeviceMesh, int]:
+    """Return the mesh and the dim (0 or above) of a user's placement of a parameter."""
+    entries = placement if isinstance(placement, tuple) else (placement,)
     mesh, dim = axes.mesh, 0
-    kinds = [type(each) for each in given]
+    kinds = [type(entry) for entry in entries]
     if len(set(kinds)) < len(kinds):
         raise ConfigError(f"placements: '{param.name}' gets {placement!r}; name one of each kind")
-    for each in given:
-        if isinstance(each, DeviceMesh):
-            mesh = each
-        elif isinstance(each, Shard):
-            dim = each.dim
-        elif each is not None:
+    for entry in entries:
+        if isinstance(entry, DeviceMesh):
+            mesh = entry
+        elif isinstance(entry, Shard):
+            dim = entry.dim
+        elif entry is not None:
             raise ConfigError(
-                f"placements: '{param.name}' gets {each!r}; expected a DeviceMesh, a Shard of "
+                f"placements: '{param.name}' gets {entry!r}; expected a DeviceMesh, a Shard of "
                 "torch.distributed.tensor, a tuple of both, or None"
             )
     ndim = param.param.ndim
@@ -180,21 +189,25 @@ def _asked(placement: object, param: ParamSpec, axes: DataAxes) -> tuple[DeviceM
     return mesh, dim + ndim if dim < 0 else dim
 
 
-def _part_of(axes: DataAxes, mesh: DeviceMesh, param: ParamSpec) -> DataAxes:
+def _axes_of_other_mesh(axes: DataAxes, mesh: DeviceMesh, param: ParamSpec) -> DataAxes:
     """Return the axes of another mesh than the model's.
 
     An expert, a DTensor on other axes, may be sharded over ranks of other tensor-parallel
     groups too (tp > ep), because it gets tokens from all of them.
     """
-    what = f"placements: '{param.name}' gets {mesh}"
-    strangers = set(mesh.mesh.flatten().tolist()) - set(axes.mesh.mesh.flatten().tolist())
-    if strangers and not isinstance(param.param, DTensor):
-        raise ConfigError(f"{what}: ranks {sorted(strangers)} are not of the model's {axes.mesh}")
+    subject = f"placements: '{param.name}' gets {mesh}"
+    outside = _ranks_of(mesh) - _ranks_of(axes.mesh)
+    if outside and not isinstance(param.param, DTensor):
+        raise ConfigError(f"{subject}: ranks {sorted(outside)} are not of the model's {axes.mesh}")
     try:
-        found = resolve_axes(mesh, mesh.device_type)
+        mesh_axes = resolve_axes(mesh, mesh.device_type)
     except ConfigError as error:
-        raise ConfigError(f"{what}: {error}") from None
-    return replace(found, stages=axes.stages)
+        raise ConfigError(f"{subject}: {error}") from None
+    return replace(mesh_axes, stages=axes.stages)
+
+
+def _ranks_of(mesh: DeviceMesh) -> set[int]:
+    return set(mesh.mesh.flatten().tolist())
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -203,6 +216,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _check_dim(param: ParamSpec, dim: int, num_shards: int, layout: str) -> None:
+    """Refuse a dim that the ranks cannot share. **Raises** ConfigError."""
     if dim == 0:
         return
     if layout != "rows":
@@ -214,54 +228,57 @@ def _check_dim(param: ParamSpec, dim: int, num_shards: int, layout: str) -> None
     if size % num_shards:
         raise ConfigError(
             f"placements: dim {dim} of '{param.name}' {tuple(param.param.shape)} has {size} "
-            f"elements here, which {num_shards} ranks cannot share evenly; only dim 0 may be uneven"
+            f"elements on this rank, which {num_shards} ranks cannot share evenly; only dim 0 may "
+            "be uneven"
         )
 
 
-def _check_piece(name: str, param: DTensor, axes: DataAxes, of_model: DataAxes) -> None:
-    own, mesh = param._spec, axes.mesh
-    what = f"model: parameter '{name}' is a DTensor {own.placements} on {own.mesh}"
-    if not all(isinstance(at, Shard | Replicate) for at in own.placements):
+def _check_dtensor(name: str, param: DTensor, axes: DataAxes, model_axes: DataAxes) -> None:
+    """Refuse a DTensor that data parallelism over ``axes`` cannot cut. **Raises** ConfigError."""
+    spec, mesh = param._spec, axes.mesh
+    subject = f"model: parameter '{name}' is a DTensor {spec.placements} on {spec.mesh}"
+    if not all(isinstance(placement, Shard | Replicate) for placement in spec.placements):
         raise ConfigError(
-            f"{what}; shard() takes those that are Shard or Replicate on each axis. Packed weights "
-            "of experts, which tensor parallelism cuts so, go over ep: call parallelize() and "
-            'shard() with Axes(..., ep=n) and experts="*.experts"; leave others out of the plan'
+            f"{subject}; shard() takes those that are Shard or Replicate on each axis. Packed "
+            "weights of experts, which tensor parallelism cuts so, go over ep: call parallelize() "
+            'and shard() with Axes(..., ep=n) and experts="*.experts"; leave others out of the plan'
         )
-    both = set(own.mesh.mesh.flatten().tolist()) & set(mesh.mesh.flatten().tolist())
-    if len(both) > 1 and "ep" in (own.mesh.mesh_dim_names or ()):
+    common = _ranks_of(spec.mesh) & _ranks_of(mesh)
+    if len(common) > 1 and "ep" in (spec.mesh.mesh_dim_names or ()):
         raise ConfigError(
-            f"{what}, so it is one of the experts, and has a mesh of its own: name them. With "
+            f"{subject}, so it is one of the experts, which have a separate mesh: name them. With "
             "mesh=shardwise.Axes(..., ep=n), call "
             "shard(model, mesh=axes, units=Units(experts='*.experts'))"
         )
-    if len(both) > 1:
+    if len(common) > 1:
         raise ConfigError(
-            f"{what}, and the data-parallel mesh has ranks {sorted(both)} of it too. Pass the axes "
-            "that carry data parallelism alone, of the mesh that both are parts of: "
+            f"{subject}, and the data-parallel mesh has ranks {sorted(common)} of it too. Pass the "
+            "axes that carry data parallelism alone, of the mesh that both are parts of: "
             'shard(model, mesh=world["dp"])'
         )
     try:
-        joined = DeviceMesh._concatenate([mesh, own.mesh])
+        joined = DeviceMesh._concatenate([mesh, spec.mesh])
     except RuntimeError as error:
         raise ConfigError(
-            f"{what}, and the data-parallel mesh is no part of the same mesh ({error}). Make one, "
-            'say init_device_mesh(..., (2, 4), mesh_dim_names=("dp", "tp")), and take both from it'
+            f"{subject}, and the data-parallel mesh is no part of the same mesh ({error}). Make "
+            'one, say init_device_mesh(..., (2, 4), mesh_dim_names=("dp", "tp")), and take both '
+            "from it"
         ) from error
-    left_out = set(of_model.mesh.mesh.flatten().tolist()) - set(joined.mesh.flatten().tolist())
+    left_out = _ranks_of(model_axes.mesh) - _ranks_of(joined)
     if left_out:
         raise ConfigError(
-            f"{what}, and {mesh} does not have ranks {sorted(left_out)} of the model's mesh, whose "
-            "gradients would be left out: place it on a mesh with all data-parallel axes"
+            f"{subject}, and {mesh} does not have ranks {sorted(left_out)} of the model's mesh, "
+            "whose gradients would be left out: place it on a mesh with all data-parallel axes"
         )
 
 
-def with_owners(
+def assign_owners(
     specs: Iterable[UnitSpec], layout: str | ChooseLayout, axes: DataAxes
 ) -> tuple[UnitSpec, ...]:
-    """Give an owner to each parameter that is to lie whole on one rank; change no other layout.
+    """Give an owner to each parameter that one rank has whole; leave the others unchanged.
 
-    With ``layout="matrices"`` that is every trained parameter of two dims. Pieces of tensor or
-    expert parallelism are not whole matrices and stay spread. Tensors that define their gather stay
+    With ``layout="matrices"`` these are all trained parameters of two dims. Pieces of tensor or
+    expert parallelism are not whole matrices and get no owner. Tensors that define their gather are
     cut by rows. A function chooses "matrices" or "flat" for each parameter.
 
     **Raises** ConfigError if the function raises or returns another value.
@@ -269,20 +286,17 @@ def with_owners(
     specs = tuple(specs)
     if layout != "matrices" and isinstance(layout, str):
         return specs
-    by_axis: dict[int, list[ParamSpec]] = {}
+    by_group: dict[int, list[ParamSpec]] = {}
     sizes: dict[int, int] = {}
     for spec in specs:
         axis: Axis = (spec.axes or axes).shard
         sizes[id(axis.group)] = axis.size
-        chosen = by_axis.setdefault(id(axis.group), [])
+        chosen = by_group.setdefault(id(axis.group), [])
         chosen += [p for p in spec.params if _is_matrix(p) and _wants_owner(p, layout)]
-    owners = {
-        id(param): owner
-        for axis_id, chosen in by_axis.items()
-        for param, owner in zip(
-            chosen, balanced([p.param.numel() for p in chosen], sizes[axis_id]), strict=True
-        )
-    }
+    owners: dict[int, int] = {}  # by the id of a parameter's specification
+    for group, chosen in by_group.items():
+        ranks = balance_costs([param.param.numel() for param in chosen], sizes[group])
+        owners |= {id(param): rank for param, rank in zip(chosen, ranks, strict=True)}
     return tuple(
         replace(spec, params=tuple(replace(p, owner=owners.get(id(p))) for p in spec.params))
         for spec in specs
@@ -304,15 +318,15 @@ def _wants_owner(spec: ParamSpec, layout: str | ChooseLayout) -> bool:
     if isinstance(layout, str):
         return True
     try:
-        found = layout(spec.name, spec.param)
-    except Exception as error:  # the user's; all ranks report it as an error of the setting
+        kind = layout(spec.name, spec.param)
+    except Exception as error:  # any error of a user's function; all ranks report it
         raise ConfigError(
             f"layout: the function raised {type(error).__name__} for '{spec.name}': {error}. "
             "It is called with a parameter's name and the parameter"
         ) from error
-    if found not in ("matrices", "flat"):
+    if kind not in ("matrices", "flat"):
         raise ConfigError(
-            f"layout: the function returned {found!r} for '{spec.name}'; expected 'matrices' "
+            f"layout: the function returned {kind!r} for '{spec.name}'; expected 'matrices' "
             "(whole on one rank) or 'flat'"
         )
-    return found == "matrices"
+    return kind == "matrices"

@@ -1,17 +1,17 @@
 """Offsets of a unit's elements in the full buffer, and the rank that owns each element.
 
-A *segment* is one all-gather: rank r's share is the r-th of ``num_ranks`` equal shares, and arrives
-contiguous and in rank order where the layers read it. A segment may have an *owner*, whose share is
-all of it: the gather is then a broadcast, and the reduction goes to that rank alone. Layouts:
+A *segment* is one all-gather: rank r's share is the r-th of ``num_ranks`` equal shares, which are
+gathered in rank order into the memory that layers read. A segment may have an *owner*, a rank whose
+share is all of it: the gather is then a broadcast, and the reduction is to that rank. Layouts:
 
 - ``rows``: one segment per parameter, cut along dim 0 as ``torch.chunk`` cuts, so that the
   shards are DTensor ``Shard(0)`` shards.
-- ``flat``: one segment for all parameters, laid one after the other; every rank owns an equal
-  range of the index space whatever the shapes are.
+- ``flat``: one segment for all parameters, one after the other; every rank owns an equal range of
+  elements, whatever the shapes are.
 - ``matrices``: as ``flat``, but parameters with an owner (see `placements`) have a segment each.
 
-In every layout a rank owns one contiguous range of a parameter's elements (`Piece`), and a rank's
-shares lie one after the other in its shard buffer.
+In every layout a rank owns one contiguous range of a parameter's elements (`Piece`), and the shard
+buffer of a rank has its shares one after the other.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ from math import prod
 
 from shardwise.stages import LayoutName
 
-ALIGNED = 32  # elements: 64 bytes at two bytes each, torch's alignment of CPU memory
+ALIGNMENT = 32  # elements: 64 bytes at two bytes each, torch's alignment of CPU memory
 
 
 @dataclass(frozen=True)
 class Segment:
     """One all-gather: ``numel`` elements in ``num_ranks`` shares of ``shard_numel``.
 
-    With an ``owner``, that rank's share is the segment, and the shares of other ranks are empty.
+    ``full_offset`` is its begin in the full buffer, ``shard_offset`` the begin of a rank's share in
+    the shard buffer. With an ``owner``, the share of that rank is the whole segment, and the shares
+    of other ranks are empty.
     """
 
     numel: int
@@ -44,7 +46,9 @@ class Segment:
         """Return the begin and end of a rank's share in the segment, padding included."""
         if self.owner is None:
             return rank * self.shard_numel, (rank + 1) * self.shard_numel
-        return (self.numel if rank > self.owner else 0), (self.numel if rank >= self.owner else 0)
+        if rank == self.owner:
+            return 0, self.numel
+        return (0, 0) if rank < self.owner else (self.numel, self.numel)
 
     def share_numel(self, rank: int) -> int:
         """Return the number of elements of a rank's share, padding included."""
@@ -56,7 +60,7 @@ class Segment:
         return self.numel if self.owner is not None else num_ranks * self.shard_numel
 
     def bounds(self, rank: int) -> tuple[int, int]:
-        """Return rank's range ``[lo, hi)`` of the segment's elements, padding left out."""
+        """Return the begin and end of a rank's share in the segment, without padding."""
         begin, end = self.share(rank)
         return min(begin, self.numel), min(end, self.numel)
 
@@ -96,7 +100,7 @@ class PlacedParam:
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of one buffer: ``full_numel`` P elements full, ``shard_numel`` S of a rank."""
+    """The layout of one storage: P elements in the full buffer, S in the shard buffer of a rank."""
 
     kind: LayoutName
     num_ranks: int
@@ -149,11 +153,11 @@ class Layout:
 
     @cached_property
     def spread(self) -> tuple[int, ...]:
-        """The indices of the parameters that have no owner."""
+        """The indices of the parameters that have no owner; their elements are on all ranks."""
         return tuple(i for i in range(len(self.params)) if self.owner(i) is None)
 
     def local_shape(self, index: int, rank: int) -> tuple[int, ...]:
-        """Return the shape of the piece of ``index`` that ``rank`` owns: rows of it, or flat."""
+        """Return the shape of the piece of ``index`` that ``rank`` owns: some rows, or flat."""
         shape, numel = self.params[index].shape, self.piece(index, rank).numel
         owner = self.owner(index)
         if owner is not None:
@@ -164,20 +168,25 @@ class Layout:
         return (max(min(share, shape[0] - rank * share), 0), *shape[1:])
 
     def segments_of(self, indices: tuple[int, ...]) -> Sequence[tuple[Segment, Sequence[int]]]:
-        """Return the segments of the parameters, each with its own, without empty segments.
+        """Return the segments of some parameters, each with their indices, without empty segments.
 
-        **Cost** the answer is kept: it is the same in every step.
+        **Cost** the result is cached, as each step asks for the same parameters.
         """
-        if indices not in self._segments_of:
-            inside: dict[int, list[int]] = {}
+        if indices not in self._segments_by_indices:
+            by_segment: dict[int, list[int]] = {}
             for index in indices:
-                inside.setdefault(self.params[index].segment, []).append(index)
-            found = ((self.segments[number], each) for number, each in sorted(inside.items()))
-            self._segments_of[indices] = [each for each in found if each[0].numel]
-        return self._segments_of[indices]
+                by_segment.setdefault(self.params[index].segment, []).append(index)
+            self._segments_by_indices[indices] = [
+                (self.segments[number], inside)
+                for number, inside in sorted(by_segment.items())
+                if self.segments[number].numel
+            ]
+        return self._segments_by_indices[indices]
 
     @cached_property
-    def _segments_of(self) -> dict[tuple[int, ...], Sequence[tuple[Segment, Sequence[int]]]]:
+    def _segments_by_indices(
+        self,
+    ) -> dict[tuple[int, ...], Sequence[tuple[Segment, Sequence[int]]]]:
         return {}
 
 
@@ -197,7 +206,7 @@ def rows_layout(shapes: Sequence[tuple[int, ...]], num_ranks: int) -> Layout:
 
 
 def flat_layout(shapes: Sequence[tuple[int, ...]], num_ranks: int) -> Layout:
-    """Lay the parameters one after the other and cut the index space into equal ranges."""
+    """Put the parameters one after the other and cut all elements into equal ranges."""
     params = []
     offset = 0
     for shape in shapes:
@@ -209,45 +218,57 @@ def flat_layout(shapes: Sequence[tuple[int, ...]], num_ranks: int) -> Layout:
 def matrices_layout(
     shapes: Sequence[tuple[int, ...]], num_ranks: int, owners: Sequence[int | None]
 ) -> Layout:
-    """Lay parameters that have an owner whole on that rank, and all others as `flat_layout` does.
+    """Put parameters that have an owner whole on that rank, and all others as `flat_layout` does.
 
     Parameters without an owner come first in every shard, at the same offset on all ranks. Matrices
-    begin at multiples of `ALIGNED` elements, as in separate memory; at other offsets matrix
+    begin at multiples of `ALIGNMENT` elements, as in separate memory; at other offsets matrix
     products may round differently.
     """
-    spread = flat_layout([s for s, o in zip(shapes, owners, strict=True) if o is None], num_ranks)
-    params, segments = list(spread.params), list(spread.segments)
-    full_offset = _aligned(spread.full_numel)
-    held = [_aligned(spread.shard_numel(0))] * num_ranks
+    unowned = [shape for shape, owner in zip(shapes, owners, strict=True) if owner is None]
+    flat = flat_layout(unowned, num_ranks)
+    params = list(flat.params)
+    segments = list(flat.segments)
+    full_offset = _aligned(flat.full_numel)
+    shard_offsets = [_aligned(flat.shard_numel(0))] * num_ranks  # the end of each rank's shard
     for index, (shape, owner) in enumerate(zip(shapes, owners, strict=True)):
         if owner is None:
             continue
         params.insert(index, PlacedParam(shape, len(segments), 0))
         numel = prod(shape)
-        places = (full_offset, held[owner]) if numel else (0, 0)  # inside any buffer
-        segments.append(Segment(numel, numel, *places, owner))
+        segments.append(
+            Segment(
+                numel,
+                shard_numel=numel,
+                # An empty segment is at 0, which is inside any buffer.
+                full_offset=full_offset if numel else 0,
+                shard_offset=shard_offsets[owner] if numel else 0,
+                owner=owner,
+            )
+        )
         full_offset += _aligned(numel)
-        held[owner] += _aligned(numel)
+        shard_offsets[owner] += _aligned(numel)
     return Layout("matrices", num_ranks, tuple(params), tuple(segments))
 
 
-def balanced(costs: Sequence[int], num_ranks: int) -> list[int]:
-    """Return a rank for each cost: longest first, each to the rank with the least so far.
+def balance_costs(costs: Sequence[int], num_ranks: int) -> list[int]:
+    """Return a rank for each cost: the largest cost first, each to the least loaded rank.
 
     All ranks get the same result: among equal costs the first wins, among equal ranks the lowest.
     The largest load is at most 4/3 of the best assignment's largest.
 
     **Cost** O(n log(n x ranks)).
     """
-    loads, owners = [(0, rank) for rank in range(num_ranks)], [0] * len(costs)
+    loads = [(0, rank) for rank in range(num_ranks)]  # a heap
+    owners = [0] * len(costs)
     for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
-        load, owners[index] = loads[0]
-        heapreplace(loads, (load + costs[index], owners[index]))
+        load, rank = loads[0]
+        owners[index] = rank
+        heapreplace(loads, (load + costs[index], rank))
     return owners
 
 
 def _aligned(numel: int) -> int:
-    return -(-numel // ALIGNED) * ALIGNED
+    return -(-numel // ALIGNMENT) * ALIGNMENT
 
 
 def build_layout(
@@ -259,4 +280,6 @@ def build_layout(
     """Build the layout of the given kind; ``owners`` are those of ``matrices``, by parameter."""
     if kind == "matrices":
         return matrices_layout(shapes, num_ranks, owners or [None] * len(shapes))
-    return (rows_layout if kind == "rows" else flat_layout)(shapes, num_ranks)
+    if kind == "rows":
+        return rows_layout(shapes, num_ranks)
+    return flat_layout(shapes, num_ranks)

@@ -1,18 +1,22 @@
 """Partition of a model's modules and parameters into units.
 
-Units are exactly the classes or instances that the user names. Without names they are the modules
-that a model, or a model inside it, hints at (Note [Hints of Hugging Face models]), similar children
-of a ``ModuleList``, and layers outside these that are as large as one. All other parameters belong
-to the root unit. A tied weight belongs to the lowest unit that holds all its users.
+Units are exactly the classes or instances that the user names. Without names they are:
+
+- the modules that Hugging Face models name, see Note [Hints of Hugging Face models];
+- similar children of a ``ModuleList``;
+- layers outside these that are as large as one of them.
+
+All other parameters belong to the root unit. A tied weight belongs to the lowest unit that contains
+all its users.
 
 Note [Hints of Hugging Face models]
-``_no_split_modules`` names classes whose modules should each be on one device. ``_fsdp_plan`` maps
-paths, with ``*`` for a number, to "free_full_weight", as a unit does, or to "keep_full_weight", as
-the root unit does with parameters outside other units. Many plans are a default with paths that the
-model lacks; single layers in them, usually embeddings, are units if they are large. Both hints
-apply to the modules inside the module that has them, so a model is found inside a wrapper, and a
-vision model inside another. If a model's config has ``is_encoder_decoder``, the encoder is a unit
-for its parameters outside its layers.
+``_no_split_modules`` names classes whose modules should be on one device. ``_fsdp_plan`` maps
+paths, with ``*`` for a number, to "free_full_weight" (such a module becomes a unit) or to
+"keep_full_weight" (its parameters belong to the root unit). Many plans are a default with paths
+that the model lacks; single layers in them, usually embeddings, are units if they are large. Both
+hints apply to the modules inside the module that has them, so they also work for a model inside a
+wrapper, and for a vision model inside another model. If a model's config has
+``is_encoder_decoder``, the encoder is a unit for its parameters outside its layers.
 """
 
 import re
@@ -41,7 +45,7 @@ class ParamUse:
 class ParamSpec:
     """A parameter that a unit owns, with all its uses; the first use names it.
 
-    The parameter is cut along ``dim``, or lies whole on one rank of the shard axis, its ``owner``;
+    The parameter is cut along ``dim``, or one rank of the shard axis, its ``owner``, has it whole;
     see `placements`.
     """
 
@@ -76,10 +80,10 @@ def partition_into_units(
     units: UnitChoice | Iterable[UnitChoice] | None,
     optional: UnitChoice | Iterable[UnitChoice] = (),
 ) -> tuple[UnitSpec, ...]:
-    """Divide the model's parameters among units; the root unit comes first, then module order.
+    """Divide the model's parameters among units; the root unit is first, then in module order.
 
-    ``units`` may be one choice; a list of modules stands for its items. The choices in ``optional``
-    are units too.
+    ``units`` may be one choice; a list of modules is a choice of all its items. The choices in
+    ``optional`` are units too.
 
     **Raises** ConfigError, with the model's classes, if a named class or instance matches none.
     """
@@ -110,7 +114,7 @@ def partition_into_units(
 
 
 def _unit_path(name: str, model: nn.Module, chosen: set[int]) -> tuple[nn.Module, ...]:
-    """Return the unit modules on the way from the root to module ``name``, root first."""
+    """Return the unit modules on the path from the root to module ``name``, root first."""
     path = [model]
     module = model
     for part in name.split(".") if name else ():
@@ -132,17 +136,17 @@ def _lowest_common(paths: Sequence[tuple[nn.Module, ...]]) -> nn.Module:
 def _chosen_modules(model: nn.Module, units: UnitChoice | Iterable[UnitChoice] | None) -> set[int]:
     if units is not None:
         return _named_modules(model, units)
-    blocks = _hinted(model)
-    blocks += _alike_outside(model, blocks)
+    blocks = _hinted_modules(model)
+    blocks += _similar_children_outside(model, blocks)
     return {id(m) for m in (*blocks, *_encoders(model), *_large_leaves(model, blocks))}
 
 
-def _hinted(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that hints name, without a module that is the only one inside another.
+def _hinted_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that hints name; see Note [Hints of Hugging Face models].
 
-    See Note [Hints of Hugging Face models].
+    If only one of them is inside another, it is left out.
     """
-    found: dict[int, nn.Module] = {}
+    hinted: dict[int, nn.Module] = {}
     for owner in model.modules():
         classes = set(getattr(owner, "_no_split_modules", None) or ())
         paths = _freed_paths(getattr(owner, "_fsdp_plan", None) or {})
@@ -151,12 +155,12 @@ def _hinted(model: nn.Module) -> list[nn.Module]:
         for name, module in owner.named_modules():
             is_freed = paths is not None and paths.fullmatch(name) and not _is_leaf(module)
             if type(module).__name__ in classes or is_freed:
-                found[id(module)] = module
-    for module in list(found.values()):
-        inside = [m for m in module.modules() if m is not module and id(m) in found]
+                hinted[id(module)] = module
+    for module in list(hinted.values()):
+        inside = [m for m in module.modules() if m is not module and id(m) in hinted]
         if len(inside) == 1:
-            del found[id(inside[0])]
-    return [m for m in found.values() if m is not model]
+            del hinted[id(inside[0])]
+    return [m for m in hinted.values() if m is not model]
 
 
 def _encoders(model: nn.Module) -> Iterator[nn.Module]:
@@ -176,14 +180,16 @@ def _freed_paths(plan: Mapping[str | tuple[str, ...], str]) -> re.Pattern[str] |
     return re.compile("|".join(patterns)) if patterns else None
 
 
-def _alike_outside(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return similar children outside the blocks, if together as large as a block."""
-    smallest = min((_numel(b.parameters()) for b in blocks), default=0)
-    inside = {id(m) for block in blocks for m in block.modules()}
-    groups = [
-        g for g in _like_children(model) if all(id(m) not in inside for c in g for m in c.modules())
-    ]
-    return [c for g in groups if sum(_numel(c.parameters()) for c in g) >= smallest for c in g]
+def _similar_children_outside(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return similar children outside the blocks, if together they are as large as a block."""
+    smallest = min((_numel(block.parameters()) for block in blocks), default=0)
+    inside = {id(module) for block in blocks for module in block.modules()}
+    chosen: list[nn.Module] = []
+    for children in _similar_children(model):
+        is_outside = all(id(m) not in inside for child in children for m in child.modules())
+        if is_outside and sum(_numel(child.parameters()) for child in children) >= smallest:
+            chosen += children
+    return chosen
 
 
 def _large_leaves(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[nn.Module]:
@@ -211,13 +217,14 @@ def _numel(params: Iterator[nn.Parameter]) -> int:
 def _named_modules(
     model: nn.Module, units: UnitChoice | Iterable[UnitChoice], setting: str = "units"
 ) -> set[int]:
-    found: set[int] = set()
+    """Return the ids of the modules that match the choices of a setting."""
+    ids: set[int] = set()
     for choice in _choices(units, setting):
         matches = {id(m) for m in model.modules() if _matches(m, choice)}
         if not matches:
             raise _no_match(model, choice, setting)
-        found |= matches
-    return found
+        ids |= matches
+    return ids
 
 
 def _choices(units: UnitChoice | Iterable[UnitChoice], setting: str) -> list[UnitChoice]:
@@ -240,15 +247,15 @@ def _choices(units: UnitChoice | Iterable[UnitChoice], setting: str) -> list[Uni
 def _no_match(model: nn.Module, choice: UnitChoice, setting: str) -> ConfigError:
     classes = sorted({type(m).__name__ for m in model.modules()})
     if isinstance(choice, nn.Module):
-        what = f"this {type(choice).__name__} is not in the model; the model"
+        problem = f"this {type(choice).__name__} is not in the model"
     else:
-        what = (choice or "''") if isinstance(choice, str) else choice.__name__
-        near = get_close_matches(what, classes, n=1, cutoff=0.6)
-        hint = f"; did you mean {near[0]}?" if near and near[0] != what else ""
-        if near and near[0] == what:
+        name = (choice or "''") if isinstance(choice, str) else choice.__name__
+        close = get_close_matches(name, classes, n=1, cutoff=0.6)
+        hint = f"; did you mean {close[0]}?" if close and close[0] != name else ""
+        if close and close[0] == name:
             hint = ", which is another class of that name"
-        what = f"{what} matches no module{hint}; the model"
-    return ConfigError(f"{setting}: {what} has {', '.join(classes)}")
+        problem = f"{name} matches no module{hint}"
+    return ConfigError(f"{setting}: {problem}; the model has {', '.join(classes)}")
 
 
 def _matches(module: nn.Module, choice: UnitChoice) -> bool:
@@ -259,15 +266,15 @@ def _matches(module: nn.Module, choice: UnitChoice) -> bool:
     return module is choice
 
 
-def _like_children(module: nn.Module) -> Iterator[list[nn.Module]]:
+def _similar_children(module: nn.Module) -> Iterator[list[nn.Module]]:
     """Yield the children of each outermost ModuleList, if they have one type and parameters."""
     children = [c for c in module.children() if any(True for _ in c.parameters())]
-    alike = len(children) > 1 and len({type(c) for c in children}) == 1
-    if isinstance(module, nn.ModuleList) and alike:
+    are_similar = len(children) > 1 and len({type(c) for c in children}) == 1
+    if isinstance(module, nn.ModuleList) and are_similar:
         yield children
         return
     for child in module.children():
-        yield from _like_children(child)
+        yield from _similar_children(child)
 
 
 def find_device(units: Sequence[UnitSpec]) -> torch.device | None:

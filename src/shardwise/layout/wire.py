@@ -24,17 +24,17 @@ from shardwise.layout.segments import Layout, Segment
 from shardwise.precisions import Coding
 
 SCALE_BYTES = 4  # float32
-ON_CPU_AT_A_TIME = 1 << 18  # elements encoded at once, which fit a core's cache
-AT_A_TIME = 1 << 24  # on other devices, for fewer kernels
+CPU_CHUNK_NUMEL = 1 << 18  # elements encoded at once, which fit a core's cache
+DEVICE_CHUNK_NUMEL = 1 << 24  # on other devices, for fewer kernels
 _SHARE_ALIGNMENT = 8  # of a gather's shares: the largest element
 _REDUCED_ALIGNMENT = 16  # of a reduction's message, of its codes, and of each slice of numbers
 
 
 @dataclass(frozen=True)
-class Slice:
-    """Elements [lo, hi) of a parameter; ``size`` is the bytes of an element sent as a number.
+class SentSlice:
+    """Elements [lo, hi) of a parameter in a message.
 
-    Elements are sent as numbers without ``coding``, or if it has no scales.
+    They are sent as numbers of ``size`` bytes if ``coding`` is None or has no scales.
     """
 
     lo: int
@@ -49,12 +49,14 @@ class Slice:
 
 
 @dataclass(frozen=True)
-class Run:
-    """``num`` blocks of ``width`` elements of slice ``number``, from its element ``begin`` on.
+class BlockRun:
+    """Consecutive blocks of one slice in a message.
 
-    ``codes`` and ``scales`` are the offsets of the blocks' codes and scales in the message. Without
-    ``coding`` the run is all numbers of a slice, at ``codes``. In a gather the elements begin at
-    ``full`` in the full buffer, and at ``shard`` among the rank's slices.
+    - ``number``: the number of the slice. ``begin``: its first element in the run.
+    - ``num``, ``width``: the number of blocks, and the elements of a block.
+    - ``codes``, ``scales``: the offsets of the blocks' codes and scales in the message.
+    - ``coding``: if None, the run is all numbers of a slice, at offset ``codes``.
+    - ``full``, ``shard``: in a gather, the offsets of the elements in the full buffer and in [S].
     """
 
     number: int
@@ -89,58 +91,80 @@ class MessageSize(NamedTuple):
 
 @dataclass(frozen=True)
 class CodedMessage:
-    """The bytes that one rank sends of a segment, or gets from each peer in a reduction."""
+    """A message: what a rank sends of a segment, or gets from each peer in a reduction."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[BlockRun, ...]
     num_bytes: int
 
     @property
-    def coded(self) -> list[Run]:
+    def coded(self) -> list[BlockRun]:
         """The runs of blocks."""
         return [run for run in self.runs if run.coding is not None]
 
     @property
-    def plain(self) -> list[Run]:
+    def plain(self) -> list[BlockRun]:
         """The slices that are sent as numbers."""
         return [run for run in self.runs if run.coding is None]
 
 
-def size_of(slices: Sequence[Slice], alignment: int = _REDUCED_ALIGNMENT) -> MessageSize:
+def size_of(slices: Sequence[SentSlice], alignment: int = _REDUCED_ALIGNMENT) -> MessageSize:
     """Return the size of the message with a rank's slices."""
     numbers = scales = codes = 0
-    for each in slices:
-        if each.codes is None:
-            numbers += _aligned((each.hi - each.lo) * each.size, alignment)
+    for sent in slices:
+        if sent.codes is None:
+            numbers += _aligned((sent.hi - sent.lo) * sent.size, alignment)
             continue
-        for _, num, width in blocks_of(each.lo, each.hi, each.codes.block):
+        for _, num, width in blocks_of(sent.lo, sent.hi, sent.codes.block):
             scales += num * SCALE_BYTES
-            codes += num * each.codes.code_bytes(width)
+            codes += num * sent.codes.code_bytes(width)
     return MessageSize(numbers, scales, codes)
 
 
-def message_of(slices: Sequence[Slice], alignment: int = _REDUCED_ALIGNMENT) -> CodedMessage:
-    """Lay out a rank's slices; see Note [Order in a message]."""
+def message_of(slices: Sequence[SentSlice], alignment: int = _REDUCED_ALIGNMENT) -> CodedMessage:
+    """Lay out the message with a rank's slices; see Note [Order in a message]."""
     size = size_of(slices, alignment)
-    at, scales = 0, _aligned(size.numbers, SCALE_BYTES if size.scales else 1)
+    # The offsets in the message of the next slice of numbers, the next scale and the next code.
+    numbers = 0
+    scales = _aligned(size.numbers, SCALE_BYTES if size.scales else 1)
     codes = _aligned(scales + size.scales, alignment)
     end = _aligned(codes + size.codes, alignment)
     runs = []
-    for number, each in enumerate(slices):
-        if each.codes is None:
-            numel = each.hi - each.lo
-            runs.append(Run(number, 0, 1, numel, at, at, None))
-            at += _aligned(numel * each.size, alignment)
+    for number, sent in enumerate(slices):
+        if sent.codes is None:
+            numel = sent.hi - sent.lo
+            runs.append(
+                BlockRun(
+                    number,
+                    begin=0,
+                    num=1,
+                    width=numel,
+                    codes=numbers,
+                    scales=numbers,
+                    coding=None,
+                )
+            )
+            numbers += _aligned(numel * sent.size, alignment)
             continue
-        for lo, num, width in blocks_of(each.lo, each.hi, each.codes.block):
-            runs.append(Run(number, lo - each.lo, num, width, codes, scales, each.codes))
+        for lo, num, width in blocks_of(sent.lo, sent.hi, sent.codes.block):
+            runs.append(
+                BlockRun(
+                    number,
+                    begin=lo - sent.lo,
+                    num=num,
+                    width=width,
+                    codes=codes,
+                    scales=scales,
+                    coding=sent.codes,
+                )
+            )
             scales += num * SCALE_BYTES
-            codes += num * each.codes.code_bytes(width)
+            codes += num * sent.codes.code_bytes(width)
     return CodedMessage(tuple(runs), end)
 
 
 @dataclass(frozen=True)
 class Wire:
-    """The encoded gather of one layout; ``plain_size`` is bytes per element as computed with."""
+    """The encoded gather of one layout; ``plain_size`` is the bytes of an element in the layers."""
 
     layout: Layout
     coding: Coding
@@ -154,14 +178,23 @@ class Wire:
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
         """The segments of the layout, in bytes."""
-        found, ranks, begin = [], self.layout.num_ranks, 0
+        segments: list[Segment] = []
+        num_ranks = self.layout.num_ranks
+        begin = 0
         for number in range(len(self.layout.segments)):
-            sizes = [self.share(number, rank).num_bytes for rank in range(ranks)]
+            sizes = [self.share(number, rank).num_bytes for rank in range(num_ranks)]
             share = _aligned(max(sizes), _SHARE_ALIGNMENT)
-            last = max((rank for rank in range(ranks) if sizes[rank]), default=0)
-            found.append(Segment(last * share + sizes[last], share, begin * ranks, begin))
+            last = max((rank for rank in range(num_ranks) if sizes[rank]), default=0)
+            segments.append(
+                Segment(
+                    numel=last * share + sizes[last],
+                    shard_numel=share,
+                    full_offset=begin * num_ranks,
+                    shard_offset=begin,
+                )
+            )
             begin += share
-        return tuple(found)
+        return tuple(segments)
 
     @cached_property
     def share_bytes(self) -> int:
@@ -175,23 +208,21 @@ class Wire:
 
     @cached_property
     def _params_of(self) -> list[list[int]]:
-        found: list[list[int]] = [[] for _ in self.layout.segments]
+        """The indices of the parameters of each segment."""
+        params_of: list[list[int]] = [[] for _ in self.layout.segments]
         for index, placed in enumerate(self.layout.params):
-            found[placed.segment].append(index)
-        return found
+            params_of[placed.segment].append(index)
+        return params_of
 
     def share(self, number: int, rank: int) -> CodedMessage:
         """Return the message that ``rank`` sends of a segment."""
         pieces = [(index, self.layout.piece(index, rank)) for index in self._params_of[number]]
         pieces = [(index, piece) for index, piece in pieces if piece.numel]
-        message = message_of(
-            [
-                Slice(piece.lo, piece.hi, self.plain_size, self.coding if is_coded(shape) else None)
-                for index, piece in pieces
-                for shape in [self.layout.params[index].shape]
-            ],
-            alignment=1,
-        )
+        slices = []
+        for index, piece in pieces:
+            coding = self.coding if is_coded(self.layout.params[index].shape) else None
+            slices.append(SentSlice(piece.lo, piece.hi, self.plain_size, coding))
+        message = message_of(slices, alignment=1)
         runs = []
         for run in message.runs:
             index, piece = pieces[run.number]
@@ -199,37 +230,40 @@ class Wire:
             runs.append(replace(run, full=full, shard=piece.shard_offset + run.begin))
         return CodedMessage(tuple(runs), message.num_bytes)
 
-    def runs_of_all(self, number: int) -> list[tuple[int, int, Run]]:
-        """Return (first rank, number of ranks, run): equal runs of ranks are decoded at once.
+    def runs_of_all(self, number: int) -> list[tuple[int, int, BlockRun]]:
+        """Return the runs of all ranks in a segment as (first rank, number of ranks, run).
 
-        Each of these ranks has one run, and the next rank's follows in the full copy.
+        Consecutive ranks are joined, and decoded at once, if each has one run, of equal size, and
+        the run of the next rank follows in the full copy.
         """
-        found: list[tuple[int, int, Run]] = []
+        joined: list[tuple[int, int, BlockRun]] = []
         for rank in range(self.layout.num_ranks):
             runs = self.share(number, rank).coded
-            if found and len(runs) == 1:
-                first, ranks, run = found[-1]
-                following = replace(run, full=run.full + ranks * run.numel)
-                same = replace(runs[0], shard=run.shard, number=run.number, begin=run.begin)
-                if first + ranks == rank and same == following:
-                    found[-1] = first, ranks + 1, run
+            if joined and len(runs) == 1:
+                first, num_ranks, run = joined[-1]
+                expected = replace(run, full=run.full + num_ranks * run.numel)
+                actual = replace(runs[0], shard=run.shard, number=run.number, begin=run.begin)
+                if first + num_ranks == rank and actual == expected:
+                    joined[-1] = first, num_ranks + 1, run
                     continue
-            found += [(rank, 1, run) for run in runs]
-        return found
+            joined += [(rank, 1, run) for run in runs]
+        return joined
 
     def largest_runs(self, rank: int) -> tuple[int, int]:
         """Return the most elements that are encoded, and decoded, as one run."""
-        numbers = range(len(self.layout.segments))
-        own = (run for number in numbers for run in self.share(number, rank).coded)
-        arriving = (each for number in numbers for each in self.runs_of_all(number))
-        return (
-            max((run.numel for run in own), default=0),
-            max((ranks * run.numel for _, ranks, run in arriving), default=0),
-        )
+        encoded: list[int] = []
+        decoded: list[int] = []
+        for number in range(len(self.layout.segments)):
+            encoded += [run.numel for run in self.share(number, rank).coded]
+            decoded += [ranks * run.numel for _, ranks, run in self.runs_of_all(number)]
+        return max(encoded, default=0), max(decoded, default=0)
 
 
 def blocks_of(lo: int, hi: int, block: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (first element, number of blocks, width): the cut block, whole ones, the last."""
+    """Yield the blocks of elements [lo, hi) as (first element, number of blocks, width).
+
+    These are a partial block at the begin, whole blocks, and a partial block at the end.
+    """
     first = min(-(-lo // block) * block, hi)
     last = max(hi // block * block, first)
     if first > lo:

@@ -1,6 +1,6 @@
 """The memory of one unit's parameters of one dtype: persistent shards, temporary full copies.
 
-Note [Where the shard lies] in `layout.memory` defines the buffers. [S] and [P] are their sizes: S
+Note [Where the shard is] in `layout.memory` defines the buffers. [S] and [P] are their sizes: S
 elements of this rank's slices, P elements of the full copy, padding included.
 
 Note [Freed memory is allocated again]
@@ -24,7 +24,7 @@ import torch
 
 from shardwise.comm.pending import GatherItem, Pending
 from shardwise.layout.boxes import contiguous_stride
-from shardwise.layout.memory import Memory
+from shardwise.layout.memory import StorageMemory
 from shardwise.layout.segments import Layout, Segment
 from shardwise.layout.wire import Wire
 from shardwise.mesh import Axis
@@ -88,14 +88,14 @@ class Storage:
         self.layout = layout
         self.rank = rank
         self.home = home
-        self.memory = Memory(
+        self.memory = StorageMemory(
             layout,
             stage,
             master_size=master_dtype.itemsize,
             full_size=compute_dtype.itemsize,
             casts=master_dtype != compute_dtype,
-            is_away=home is not None,
-            stays=home is not None and home.keeps_device_copy,
+            is_offloaded=home is not None,
+            keeps_device_copy=home is not None and home.keeps_device_copy,
             coding=coding if compute_dtype.is_floating_point else None,
             rank=rank,
         )
@@ -103,7 +103,7 @@ class Storage:
         self.frees = self.memory.frees
         allocate = torch.zeros if self.memory.aliased else torch.empty
         self.full = allocate(layout.full_numel, dtype=compute_dtype, device=device)
-        numel = self.memory.own_numel
+        numel = self.memory.local_numel
         file: SlicesInFile | None = None
         if self.memory.aliased:
             self.master = self.full
@@ -269,7 +269,7 @@ class Storage:
     @property
     def kept_bytes(self) -> int:
         """Bytes of the full copy that is allocated now, without slices inside it."""
-        return self.memory.beside_bytes if self.copy.is_allocated else 0
+        return self.memory.additional_bytes if self.copy.is_allocated else 0
 
 
 class FullCopy:
@@ -338,7 +338,7 @@ class GatherSources:
 
     def __init__(
         self,
-        memory: Memory,
+        memory: StorageMemory,
         full: torch.Tensor,
         slices: torch.Tensor,
         home: Home | None,
@@ -353,7 +353,7 @@ class GatherSources:
         self.resident: torch.Tensor | None = None
         self.resident_version: int | None = None
         if memory.copy_bytes:
-            self.resident = torch.empty(memory.own_numel, dtype=full.dtype, device=full.device)
+            self.resident = torch.empty(memory.local_numel, dtype=full.dtype, device=full.device)
         self._fetch: Pending | None = None
         self._shares: list[torch.Tensor] = []  # in the slices, or in `resident`
         self._items: list[GatherItem] = []
@@ -386,7 +386,7 @@ class GatherSources:
         if self.resident is not None and self.resident_version != version:
             self.resident_version = version
             self._copy_slices([self._slices], [self.resident], version)
-        if self._memory.fills_first and self._items:
+        if self._memory.fills_before_gather and self._items:
             self._copy_slices(self._shares, [item.source for item in self._items], version)
         return self._items
 

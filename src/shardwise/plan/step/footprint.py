@@ -18,9 +18,9 @@ from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
-from shardwise.layout.memory import Memory, group_by_dtypes
-from shardwise.layout.segments import Segment, balanced, build_layout, even_segment
-from shardwise.layout.wire import Slice, is_coded
+from shardwise.layout.memory import StorageMemory, group_by_dtypes
+from shardwise.layout.segments import Segment, balance_costs, build_layout, even_segment
+from shardwise.layout.wire import SentSlice, is_coded
 from shardwise.outer import BLOCK
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.model.tape import TapeUnit
@@ -79,7 +79,7 @@ class StorageParams(NamedTuple):
     element of a reduced gradient.
     """
 
-    memory: Memory
+    memory: StorageMemory
     trained: tuple[bool, ...]
     updated: tuple[bool, ...]
     master_name: DtypeName
@@ -135,10 +135,10 @@ class Footprint:
         self.full_bytes = sum(m.full_bytes for m in memories)
         self.shard_bytes = sum(m.shard_bytes for m in memories)
         self.compute_shard_bytes = sum(
-            m.own_numel * m.full_size for m in memories if keeps_compute_shard and m.frees
+            m.local_numel * m.full_size for m in memories if keeps_compute_shard and m.frees
         )
         # Full copies beside the slices: persistent ones, and those that are freed after use.
-        self.kept_bytes = sum(m.beside_bytes for m in memories if not m.frees)
+        self.kept_bytes = sum(m.additional_bytes for m in memories if not m.frees)
         self.freed_bytes = sum(m.full_bytes for m in memories if m.frees)
         self.padding_bytes = sum(map(_padding, memories)) if self._stage.shards_state else 0
         self.largest_shard = max((m.shard_bytes for m in memories), default=0)  # of one dtype
@@ -164,7 +164,7 @@ class Footprint:
         self.outer_bytes, self.outer_staging, self.outer = self._synchronize(trains)
         self.copy_bytes = sum(m.copy_bytes for m in memories)
         self.means_bytes = sum(
-            g.memory.own_numel * (g.reduce if keeps_compute_shard else g.memory.master_size)
+            g.memory.local_numel * (g.reduce if keeps_compute_shard else g.memory.master_size)
             for g in trains
         )
         self._count_fetches(stale if is_offloaded else [])
@@ -176,7 +176,7 @@ class Footprint:
         for group in offloaded:
             memory = group.memory
             size = memory.full_size if keeps_compute_shard else memory.master_size
-            num_bytes = memory.own_numel * size
+            num_bytes = memory.local_numel * size
             if not memory.copy_bytes:
                 read_bytes += num_bytes
                 fetched_bytes += num_bytes if memory.wire is None else memory.wire.share_bytes
@@ -197,21 +197,21 @@ class Footprint:
         keeps_dtypes = PRECISION_DTYPES.get(candidate.precision) == (None, None, None)
         wanted = (None, None) if keeps_dtypes else (dtypes.master, dtypes.compute)
         keys = ((dtype, "float" in dtype, trained) for _, dtype, trained, *_ in params)
-        stays = self.is_offloaded and candidate.offload.params == "device"
+        keeps_device_copy = self.is_offloaded and candidate.offload.params == "device"
         groups = []
         for ((master, compute), _), members in group_by_dtypes(params, keys, *wanted).items():
             shapes, owners = [m[0] for m in members], [m[4] for m in members]
             layout = build_layout(candidate.layout, shapes, self._num_shards, owners)
-            memory = Memory(
+            memory = StorageMemory(
                 layout,
                 self._stage,
-                DTYPE_BYTES[master],
-                DTYPE_BYTES[compute],
-                master != compute,
-                self.is_offloaded,
-                stays,
-                candidate.coding if "float" in compute else None,
-                self._rank,
+                master_size=DTYPE_BYTES[master],
+                full_size=DTYPE_BYTES[compute],
+                casts=master != compute,
+                is_offloaded=self.is_offloaded,
+                keeps_device_copy=keeps_device_copy,
+                coding=candidate.coding if "float" in compute else None,
+                rank=self._rank,
             )
             trained = tuple(m[2] for m in members)
             updated = tuple(m[2] and m[3] for m in members)
@@ -235,11 +235,11 @@ class Footprint:
                 held += (cast if first else 0) - numel * group.memory.full_size
         return held, most
 
-    def _gather(self, memories: Sequence[Memory]) -> Message:
+    def _gather(self, memories: Sequence[StorageMemory]) -> Message:
         """Describe the gather of a unit: casts, copies, encoding, messages."""
         works = [coding_message(memory, self._on_cpu, self.is_offloaded) for memory in memories]
         casts = [m for m in memories if m.casts and not m.copy_bytes and m.wire is None]
-        moved = sum(m.own_numel * (m.master_size + m.full_size) for m in casts)
+        moved = sum(m.local_numel * (m.master_size + m.full_size) for m in casts)
         work = merge([*works, Message(before=moved)])
         if not self._stage.shards_state or self._num_shards == 1:
             return work._replace(before=work.before + work.after, after=0)
@@ -253,12 +253,12 @@ class Footprint:
         num_replicas = self._candidate.summed_replicas
         is_alone = num_ranks * self._candidate.num_replicas == 1
         messages, replicas, means = [], list[Message](), []
-        encoded = list[tuple[Segment, list[Slice]]]()
+        encoded = list[tuple[Segment, list[SentSlice]]]()
         out = grads = beside = 0
         for group in groups:
             layout, reduce = group.memory.layout, group.reduce
             wire = reduce if local_sum else group.memory.full_size
-            out += group.memory.own_numel * reduce
+            out += group.memory.local_numel * reduce
             trained = tuple(index for index, trains in enumerate(group.trained) if trains)
             grads += sum(layout.params[index].numel for index in trained) * wire
             segments = [
@@ -270,7 +270,7 @@ class Footprint:
             num_counts = 0 if is_alone else len(trained)
             if num_counts and num_ranks > 1:
                 counted = even_segment(num_counts * num_ranks, num_ranks)
-                parts = [Slice(0, counted.numel, reduce, None)]
+                parts = [SentSlice(0, counted.numel, reduce, None)]
                 encoded.append((counted, parts))
                 # With replicas, the sums of the counts are in the buffer of the means.
                 has_room = sharded and num_replicas > 1
@@ -322,13 +322,15 @@ class Footprint:
         staging = values + max([momentum, *(each.staging for each in messages)])
         return windows.state_bytes(numel), staging, tuple(messages)
 
-    def _part(self, group: StorageParams, index: int, size: int) -> Slice:
+    def _part(self, group: StorageParams, index: int, size: int) -> SentSlice:
         """Describe one parameter's gradient in its segment, of elements of ``size`` bytes."""
         placed = group.memory.layout.params[index]
         coding = self._candidate.reduce_coding if is_coded(placed.shape) else None
-        return Slice(placed.offset, placed.offset + placed.numel, size, coding)
+        return SentSlice(placed.offset, placed.offset + placed.numel, size, coding)
 
-    def _plain(self, segment: Segment, parts: Sequence[Slice], wire: int, reduce: int) -> Message:
+    def _plain(
+        self, segment: Segment, parts: Sequence[SentSlice], wire: int, reduce: int
+    ) -> Message:
         """Describe the part of a reduce-scatter without encoding that is one segment's."""
         if self._num_shards == 1:
             return Message(after=sum(part.hi - part.lo for part in parts) * (wire + reduce))
@@ -338,7 +340,7 @@ class Footprint:
     def _over_replicas(
         self,
         group: StorageParams,
-        segments: Sequence[tuple[Segment, Sequence[Slice]]],
+        segments: Sequence[tuple[Segment, Sequence[SentSlice]]],
         num_counts: int,
     ) -> list[Message]:
         """Describe the all-reduce of each buffer: all slices, or at stage 0 those of a segment."""
@@ -358,11 +360,11 @@ class Footprint:
         ranks, on_cpu = self._candidate.num_replicas, self._on_cpu
         for numel, first, inside in buffers:
             ranges = sorted((pieces[i].shard_offset - first, pieces[i].numel) for i in inside)
-            parts, at = list[Slice](), 0
+            parts, at = list[SentSlice](), 0
             for begin, length in (*(item for item in ranges if item[1] > 0), (numel, 0)):
                 end = begin + length
-                parts += [Slice(at, begin, group.reduce, None)] if begin > at else []
-                parts += [Slice(begin, end, group.reduce, coding)] if length else []
+                parts += [SentSlice(at, begin, group.reduce, None)] if begin > at else []
+                parts += [SentSlice(begin, end, group.reduce, coding)] if length else []
                 at = end
             encoded = None
             if any(part.coding is not None for part in parts):
@@ -404,17 +406,17 @@ def footprints_of(
     return weights
 
 
-def _fetch_staging(memory: Memory) -> int:
+def _fetch_staging(memory: StorageMemory) -> int:
     """Return the bytes on the device for casting fetched slices: one piece and the next one."""
     if not memory.casts or memory.wire is not None:
         return 0
     pieces = [segment.share_numel(memory.rank) for segment in memory.layout.segments]
     if memory.copy_bytes or not memory.stage.shards_state:
-        pieces = [memory.own_numel]
+        pieces = [memory.local_numel]
     return max(map(sum, zip(pieces, [*pieces[1:], 0], strict=True)), default=0) * memory.master_size
 
 
-def _padding(memory: Memory) -> int:
+def _padding(memory: StorageMemory) -> int:
     """Return the bytes of padding in a rank's slices, on average and rounded up."""
     layout = memory.layout
     padding = sum(layout.shard_numels) - layout.numel
@@ -439,7 +441,7 @@ def _owners_in(
         if unit.experts_over is None and len(p.shape) == 2 and p.requires_grad
     ]
     numels = [prod(units[number].params[place].shape) for number, place in places]
-    owners = balanced(numels, candidate.num_shards)
+    owners = balance_costs(numels, candidate.num_shards)
     loads = [0] * candidate.num_shards
     for owner, numel in zip(owners, numels, strict=True):
         loads[owner] += numel

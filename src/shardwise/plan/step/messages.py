@@ -16,14 +16,14 @@ from shardwise.comm.shares import (
     lands_in_mean,
     owned_ranges,
 )
-from shardwise.layout.memory import Memory
+from shardwise.layout.memory import StorageMemory
 from shardwise.layout.segments import Segment, even_segment
 from shardwise.layout.wire import (
-    AT_A_TIME,
-    ON_CPU_AT_A_TIME,
+    CPU_CHUNK_NUMEL,
+    DEVICE_CHUNK_NUMEL,
     SCALE_BYTES,
     MessageSize,
-    Slice,
+    SentSlice,
     share_numel,
     size_of,
 )
@@ -117,7 +117,7 @@ def pack(message: Message) -> Message:
         sent=sent,
         num_messages=(num_ranks - 1 if on_cpu else 1) if sent else 0,
         staging=message.staging + sent + local + received,
-        # Memory for received parcels is allocated after all parcels are encoded.
+        # StorageMemory for received parcels is allocated after all parcels are encoded.
         packing=max(message.packing - received, 0),
     )
 
@@ -263,7 +263,7 @@ def coded_mean_message(numel: int, ranks: int, block: int, on_cpu: bool) -> Mess
     share = share_numel(numel, ranks, block)
     coding = Coding("int8", block)
     segment = even_segment(share * ranks, ranks)
-    parts = [Slice(0, share * ranks, _FLOAT, coding)]
+    parts = [SentSlice(0, share * ranks, _FLOAT, coding)]
     reduced = pack(parcelled_message([(segment, parts)], ranks, on_cpu))
     box = share + share // block * SCALE_BYTES
     gathered = gather_message([(even_segment(box * ranks, ranks), 1, True)], ranks, on_cpu)
@@ -277,7 +277,7 @@ def coded_mean_message(numel: int, ranks: int, block: int, on_cpu: bool) -> Mess
 
 
 # -- encoded collectives
-def coding_message(memory: Memory, on_cpu: bool, is_offloaded: bool) -> Message:
+def coding_message(memory: StorageMemory, on_cpu: bool, is_offloaded: bool) -> Message:
     """Describe the encoding and decoding in a gather of one storage.
 
     Slices are encoded in the memory in which they are kept, so off the device if the unit
@@ -286,11 +286,11 @@ def coding_message(memory: Memory, on_cpu: bool, is_offloaded: bool) -> Message:
     wire = memory.wire
     if wire is None:
         return Message()
-    most = ON_CPU_AT_A_TIME if on_cpu else AT_A_TIME
+    most = CPU_CHUNK_NUMEL if on_cpu else DEVICE_CHUNK_NUMEL
     bits = GATHER_BITS[wire.coding.format]
     numel = memory.layout.full_numel
     casts = memory.master_size != _FLOAT
-    encoded = max(memory.own_numel, 1) * _encoded_bytes(wire.coding, memory.master_size)
+    encoded = max(memory.local_numel, 1) * _encoded_bytes(wire.coding, memory.master_size)
     size = memory.full_size
     casts_once = on_cpu and size != _FLOAT  # after all is decoded to float32
     decoded = numel * (3 * (_FLOAT if casts_once else size)) + numel * bits // 8
@@ -316,20 +316,20 @@ def _encoded_bytes(coding: Coding, size: int) -> float:
 
 
 def parcelled_message(
-    segments: Sequence[tuple[Segment, Sequence[Slice]]], num_ranks: int, on_cpu: bool
+    segments: Sequence[tuple[Segment, Sequence[SentSlice]]], num_ranks: int, on_cpu: bool
 ) -> Message:
     """Describe rank 0's part of an encoded reduction of slices of segments over ``num_ranks``.
 
     **Cost** a few microseconds for each slice and rank.
     """
     sizes: list[MessageSize] = []
-    received: list[Slice] = []
+    received: list[SentSlice] = []
     before, packing, largest = 0.0, 0, 0
-    most = ON_CPU_AT_A_TIME if on_cpu else AT_A_TIME
+    most = CPU_CHUNK_NUMEL if on_cpu else DEVICE_CHUNK_NUMEL
     ranges = [ranges_of(parts) for _, parts in segments]
     for rank in range(num_ranks):
         slices = [
-            Slice(lo - part.lo, hi - part.lo, _wire_size(part), part.coding)
+            SentSlice(lo - part.lo, hi - part.lo, _wire_size(part), part.coding)
             for (segment, parts), inside in zip(segments, ranges, strict=True)
             for number, lo, hi in owned_ranges(segment, inside, rank)
             for part in [parts[number]]
@@ -370,10 +370,10 @@ def parcelled_message(
     )
 
 
-def ranges_of(parts: Sequence[Slice]) -> list[tuple[int, int]]:
+def ranges_of(parts: Sequence[SentSlice]) -> list[tuple[int, int]]:
     """Return the offset and the number of elements of each part of a segment."""
     return [(part.lo, part.hi - part.lo) for part in parts]
 
 
-def _wire_size(part: Slice) -> int:
+def _wire_size(part: SentSlice) -> int:
     return part.size if part.coding is None else _BF16
