@@ -25,10 +25,10 @@ LONGER_FILES = {}  # path: the reason
 # higher budget takes a sentence in docs/decisions/0054-budgets-per-room.md.
 BUDGETS = {
     "ground": 2600,
-    "layout": 950,
+    "layout": 1010,
     "comm": 1540,
     "tensor": 1980,
-    "unit": 2320,
+    "unit": 2540,
     "engine": 2810,
     "codes": 340,
     "surface": 1000,

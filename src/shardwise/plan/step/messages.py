@@ -117,7 +117,7 @@ def pack(message: Message) -> Message:
         sent=sent,
         num_messages=(num_ranks - 1 if on_cpu else 1) if sent else 0,
         staging=message.staging + sent + local + received,
-        # StorageMemory for received parcels is allocated after all parcels are encoded.
+        # Memory for received parcels is allocated after all parcels are encoded.
         packing=max(message.packing - received, 0),
     )
 
