@@ -152,8 +152,8 @@ class _StorageSum:
     """The sum of one storage: its parameters, and the memory of their means.
 
     - ``out``: the buffer of this rank's slices [S], or of all elements [P] if state is replicated.
-    - ``counts``: the number of ranks with a gradient, one count per parameter; see Note [Gradients
-      of some ranks only].
+    - ``counts``: the number of ranks with a gradient, one count per parameter.
+      See Note [Gradients of some ranks only].
     - ``full_segments``: if state is replicated, each segment with its part of ``out``; it is
       gathered.
     - ``eviction``: the copy of the means to the home of the slices, when it was started.
