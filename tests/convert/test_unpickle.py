@@ -165,6 +165,18 @@ def test_counters_and_numbers_of_numpy_come_back(tmp_path):
     assert [type(member) for member in got.values()] == [collections.Counter, float, int]
 
 
+def test_a_pickle_that_takes_long_is_told_before_it_is_read_and_one_too_large_refused(
+    caplog, monkeypatch
+):
+    value = ["x" * (17 << 20)]
+    data = pickle.dumps(value)
+    assert read_pickle(data, "f", PLAIN) == value
+    assert "f: a pickle of 17 MiB is read value by value, up to 3 s" in caplog.text
+    monkeypatch.setattr("shardwise.convert.unpickle.MAX_PICKLE_BYTES", 16 << 20)
+    with pytest.raises(CheckpointError, match="at most 16777216 are read"):
+        read_pickle(data, "f", PLAIN)
+
+
 def test_many_large_keys_of_different_hashes_are_read():
     value = {(n, "a"): n for n in range(5000)} | {n << 61: n for n in range(5000)}
     assert read_pickle(pickle.dumps(value), "f", PLAIN) == value

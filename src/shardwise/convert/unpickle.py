@@ -26,6 +26,7 @@ over the tree counts its steps. `pickle.Unpickler` was measured instead of this 
 place to check keys before they are hashed (docs/negative-results.md).
 """
 
+import logging
 import pickletools
 import reprlib
 from collections import Counter, OrderedDict
@@ -40,7 +41,9 @@ from shardwise.errors import CheckpointError, DamagedCheckpoint
 
 T = TypeVar("T")
 Builder = Callable[..., object]
+_LOG = logging.getLogger("shardwise")
 MAX_PICKLE_BYTES = 256 << 20
+_LONG_BYTES, _LONGEST_S = 16 << 20, 0.2  # of which is told, and core seconds for a MiB of tuples
 _MAX_KEY_PARTS = 256
 _MAX_COLLISIONS = 1000
 _UNIQUE = (1 << 61) - 1  # Python's hash of integers below this has no collisions
@@ -101,7 +104,8 @@ def read_pickle(
     ``allowed`` has every name that may occur; ``persistent`` answers persistent ids. With
     ``any_name`` other names may occur too, and their objects become `Made`.
 
-    **Cost** time and memory in proportion to the pickle: Note [Limits of a hostile pickle].
+    **Cost** time and memory in proportion to the pickle: Note [Limits of a hostile pickle]. A log
+    line tells of a pickle of more than 16 MiB before it is read.
 
     **Raises** CheckpointError naming a class that is not allowed, or when a limit is reached;
     DamagedCheckpoint when the bytes are not a whole pickle.
@@ -109,6 +113,12 @@ def read_pickle(
     if len(data) > MAX_PICKLE_BYTES:
         raise CheckpointError(
             f"{where}: a pickle of {len(data)} bytes; at most {MAX_PICKLE_BYTES} are read"
+        )
+    if len(data) > _LONG_BYTES:
+        num_mib = len(data) >> 20
+        _LOG.warning(
+            "%s: a pickle of %d MiB is read value by value, up to %d s on a free core",
+            *(where, num_mib, round(num_mib * _LONGEST_S)),
         )
     machine = _Machine(data, where, allowed, persistent, any_name)
     try:
