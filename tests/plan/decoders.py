@@ -9,7 +9,7 @@ from shardwise.plan.candidate import Candidate
 from shardwise.plan.machine.hardware import make_cluster
 from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.model.shapes import llama_shape
-from shardwise.plan.model.tape import Work
+from shardwise.plan.model.tape import UnitWork
 from shardwise.plan.planning import plan
 
 SEQ = 64
@@ -21,7 +21,7 @@ def make_model(shape=SHAPE, name="small"):
 
 
 def flops_of(tape):
-    return sum(c.flops for e in tape.events if isinstance(e, Work) for c in e.costs)
+    return sum(c.flops for e in tape.events if isinstance(e, UnitWork) for c in e.costs)
 
 
 def num_params_of(tape):

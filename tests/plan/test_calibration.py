@@ -20,7 +20,7 @@ from shardwise.plan.machine.calibration import (
     read_calibration,
     write_calibration,
 )
-from shardwise.plan.machine.pricing import Curve
+from shardwise.plan.machine.pricing import SecondsCurve
 from shardwise.plan.model.tape import Cost
 from shardwise.plan.step.play import play
 from shardwise.plan.step.program import Collective, Compute, LinkTransfer, Op
@@ -38,7 +38,7 @@ NAMES = (
 
 def straight(unit, seconds=1e-6):
     """One operation takes ``seconds`` at least, and from there on its size over RATE."""
-    return Curve(unit, (seconds * RATE, 1e9 * seconds * RATE), (seconds, 1e9 * seconds))
+    return SecondsCurve(unit, (seconds * RATE, 1e9 * seconds * RATE), (seconds, 1e9 * seconds))
 
 
 def a_calibration(**changes):
@@ -88,14 +88,14 @@ measured = st.lists(
 
 @given(measured, sizes, sizes)
 def test_a_larger_operation_never_takes_less(points, one, other):
-    curve = Curve.through("bytes", points)
+    curve = SecondsCurve.through("bytes", points)
     smaller, larger = sorted((one, other))
     assert curve.at(smaller) <= curve.at(larger) * (1 + 1e-12)
 
 
 @given(measured)
 def test_a_curve_passes_through_what_was_measured_but_for_noise_that_made_it_fall(points):
-    curve = Curve.through("bytes", points)
+    curve = SecondsCurve.through("bytes", points)
     for size, _ in points:
         later = min(seconds for s, seconds in points if s >= size)
         assert curve.at(size) == pytest.approx(later)
@@ -103,13 +103,13 @@ def test_a_curve_passes_through_what_was_measured_but_for_noise_that_made_it_fal
 
 @given(measured, st.floats(1.0, 1e3))
 def test_beyond_its_ends_a_curve_is_constant_and_then_of_constant_rate(points, factor):
-    curve = Curve.through("bytes", points)
+    curve = SecondsCurve.through("bytes", points)
     assert curve.at(curve.sizes[0] / factor) == curve.seconds[0]
     assert curve.at(curve.sizes[-1] * factor) == pytest.approx(curve.seconds[-1] * factor)
 
 
 def test_between_two_sizes_a_curve_is_straight_in_logarithms():
-    curve = Curve("bytes", (1e3, 1e5), (1.0, 16.0))
+    curve = SecondsCurve("bytes", (1e3, 1e5), (1.0, 16.0))
     assert curve.at(1e4) == pytest.approx(4.0)
 
 

@@ -16,7 +16,7 @@ from ranks import run_ranks
 from shardwise.cli.plan_setup import set_up
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.model.shaped import ShapedModel
-from shardwise.plan.model.tape import Work
+from shardwise.plan.model.tape import UnitWork
 from shardwise.plan.planning import plan
 from shardwise.plan.request import PlanRequest
 from shardwise.plan.step.play import play
@@ -207,7 +207,7 @@ def test_a_plan_says_what_a_layer_sends_to_its_tensor_group(num_ranks):
                 precision=config.precision,
             )
         )
-        costs = [c for e in tape.events if isinstance(e, Work) for c in e.costs]
+        costs = [c for e in tape.events if isinstance(e, UnitWork) for c in e.costs]
         planned = sum(c.moved_bytes for c in costs if c.kind == "tensor_parallel") // 2
         others = config.tp - 1
         weights = 32 * 6 * 4 * others // config.tp if config.ep > 1 else 0

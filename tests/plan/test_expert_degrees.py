@@ -27,11 +27,11 @@ from shardwise.errors import ConfigError
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.facts import plan_facts
 from shardwise.plan.machine.hardware import make_cluster
-from shardwise.plan.machine.pricing import Group, Prices, all_to_all_seconds, send_seconds
+from shardwise.plan.machine.pricing import Prices, RankGroup, all_to_all_seconds, send_seconds
 from shardwise.plan.model.models import TracedModel, module_source
 from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.model.shapes import DecoderShape, Experts
-from shardwise.plan.model.tape import Tape, Visit, Work
+from shardwise.plan.model.tape import Tape, UnitWork, Visit
 from shardwise.plan.request import PlanRequest
 from shardwise.plan.searching import Limits, Space, search
 from shardwise.train.config import TrainConfig, load_config
@@ -192,11 +192,11 @@ def test_a_flag_that_does_not_fit_is_told(flags, words, capsys):
 # -- time
 def test_tokens_that_leave_the_node_take_longer():
     node = make_cluster("h100", 16).node
-    inside, between = Group(8, 8, 1), Group(16, 8, 2)
+    inside, between = RankGroup(8, 8, 1), RankGroup(16, 8, 2)
     one = all_to_all_seconds(7 << 20, inside, node)
     assert one == send_seconds(7 << 20, False, node)
     assert all_to_all_seconds(15 << 20, between, node) == send_seconds(8 << 20, True, node)
-    assert all_to_all_seconds(1 << 20, Group(1, 1, 1), node) == 0
+    assert all_to_all_seconds(1 << 20, RankGroup(1, 1, 1), node) == 0
     settings: dict[str, Any] = {"num_shards": 4, "ep": 4, "micro_batch": 1024}
     made = [make_plan(MIXED, make_cluster("h100", 4, per), **settings) for per in (4, 2, 1)]
     seconds = [each.model_parallel_s["expert"] for each in made]
@@ -208,12 +208,20 @@ def test_tokens_that_leave_the_node_take_longer():
     [
         (
             {"num_shards": 4, "num_replicas": 2, "cp": 2, "tp": 2, "ep": 8},
-            {"ep": Group(8, 8, 1), "efsdp": Group(2, 1, 2), "replicate": Group(2, 1, 2)},
+            {
+                "ep": RankGroup(8, 8, 1),
+                "efsdp": RankGroup(2, 1, 2),
+                "replicate": RankGroup(2, 1, 2),
+            },
         ),
-        ({"num_shards": 16, "tp": 2, "ep": 2}, {"efsdp": Group(16, 4, 4)}),
+        ({"num_shards": 16, "tp": 2, "ep": 2}, {"efsdp": RankGroup(16, 4, 4)}),
         (  # context ranks shard too
             {"num_shards": 8, "num_replicas": 2, "tp": 4, "cp": 2, "pp": 2},
-            {"tensor": Group(4, 4, 1), "context": Group(2, 2, 1), "shard": Group(16, 2, 8)},
+            {
+                "tensor": RankGroup(4, 4, 1),
+                "context": RankGroup(2, 2, 1),
+                "shard": RankGroup(16, 2, 8),
+            },
         ),
     ],
 )
@@ -286,7 +294,7 @@ def test_a_config_with_experts_is_one_model_whatever_the_expert_degree(tmp_path)
     assert {type(setup.model) for setup in setups} == {ShapedModel}
     tapes = [setup.model.tape(setup.candidate) for setup in setups]
     places = 2 * 8 * 2 * SEQ * MIXTRAL["num_hidden_layers"]  # of the rows that have come
-    works = [[e for e in tape.events if isinstance(e, Work)] for tape in tapes]
+    works = [[e for e in tape.events if isinstance(e, UnitWork)] for tape in tapes]
     one, two, four = (
         sum(w.net.activations for w in each if w.phase in ("forward", "loss")) for each in works
     )

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from shardwise.errors import ConfigError
 from shardwise.plan.machine.hardware import find_link, make_cluster
 from shardwise.plan.machine.pricing import (
-    Group,
+    RankGroup,
     collective_seconds,
     place,
     send_seconds,
@@ -38,7 +38,7 @@ multi = st.integers(1, 1000)
 def groups(draw):
     """Any group whose nodes hold as many of its ranks each."""
     per_node, count = draw(st.integers(1, 16)), draw(st.integers(1, 2048))
-    return Group(per_node * count, per_node, count)
+    return RankGroup(per_node * count, per_node, count)
 
 
 def bus_bandwidth(kind, payload_bytes, group, node):
@@ -80,7 +80,7 @@ def test_ring_steps_and_bytes_are_thakurs_where_there_is_no_curve():
     """One rank per node over InfiniBand: base + (n - 1) latencies + (n - 1) / n bytes."""
     node = NODES["dgx-h100"]
     link, group, payload = node.inter, place(64, 8, 8), 1 << 40
-    assert group == Group(64, 1, 64)
+    assert group == RankGroup(64, 1, 64)
     wire = 63 / 64 * payload / (50e9 * 0.92)
     expected = 6.6e-6 + 63 * link.bulk_latency_s + wire
     assert collective_seconds("all_gather", payload, group, node) == pytest.approx(expected)
@@ -89,12 +89,12 @@ def test_ring_steps_and_bytes_are_thakurs_where_there_is_no_curve():
 
 
 def test_groups_are_placed_where_their_ranks_are():
-    assert place(8, 1, 8) == Group(8, 8, 1)
-    assert place(16, 1, 8) == Group(16, 8, 2)
-    assert place(4, 8, 8) == Group(4, 1, 4)
-    assert place(8, 2, 8) == Group(8, 4, 2)
-    assert place(12, 1, 8) == Group(12, 4, 2)
-    assert place(1, 64, 8) == Group(1, 1, 1)
+    assert place(8, 1, 8) == RankGroup(8, 8, 1)
+    assert place(16, 1, 8) == RankGroup(16, 8, 2)
+    assert place(4, 8, 8) == RankGroup(4, 1, 4)
+    assert place(8, 2, 8) == RankGroup(8, 4, 2)
+    assert place(12, 1, 8) == RankGroup(12, 4, 2)
+    assert place(1, 64, 8) == RankGroup(1, 1, 1)
     with pytest.raises(ConfigError, match="num_ranks=0"):
         place(0, 1, 8)
 
@@ -108,7 +108,7 @@ def test_more_bytes_and_more_nodes_are_never_faster_and_more_bandwidth_is_never_
     assert 0 <= took <= collective_seconds(kind, more, group, node) * (1 + 1e-12)
     for crosses in (False, True):
         assert send_seconds(less, crosses, node) <= send_seconds(more, crosses, node) * (1 + 1e-12)
-    larger = Group(group.num_ranks * times, group.ranks_per_node, group.num_nodes * times)
+    larger = RankGroup(group.num_ranks * times, group.ranks_per_node, group.num_nodes * times)
     assert took <= collective_seconds(kind, less, larger, node) * (1 + 1e-9)
     faster = replace(node, intra=node.intra.scaled(factor), inter=node.inter.scaled(factor))
     for better in (faster, replace(node, num_nics=min(1024, 2 * node.num_nics))):
@@ -118,8 +118,8 @@ def test_more_bytes_and_more_nodes_are_never_faster_and_more_bandwidth_is_never_
 @given(kinds, payloads, st.integers(1, 8), st.integers(1, 16), nodes)
 def test_leaving_the_node_is_never_faster(kind, payload, per_node, count, node):
     ranks = per_node * count
-    inside = collective_seconds(kind, payload, Group(ranks, ranks, 1), node)
-    across = collective_seconds(kind, payload, Group(ranks, per_node, count), node)
+    inside = collective_seconds(kind, payload, RankGroup(ranks, ranks, 1), node)
+    across = collective_seconds(kind, payload, RankGroup(ranks, per_node, count), node)
     assert inside <= across * (1 + 1e-9)
     assert send_seconds(payload, False, node) <= send_seconds(payload, True, node) * (1 + 1e-9)
 

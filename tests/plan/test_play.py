@@ -17,8 +17,8 @@ from shardwise.plan.model.tape import (
     Tape,
     TapeParam,
     TapeUnit,
+    UnitWork,
     Visit,
-    Work,
 )
 from shardwise.plan.sizes import DTYPE_BYTES
 from shardwise.plan.step.play import play
@@ -37,7 +37,7 @@ def make_work(unit, phase, activations=0, grads=0):
     net = LiveBytes(activations=activations, grad_full=grads)
     peak = LiveBytes(activations=max(activations, 0), temporary=100, grad_full=grads)
     cost = Cost("matmul", "float32", 1000, 100, 1)
-    return Work(unit, phase, (cost,), peak, net)
+    return UnitWork(unit, phase, (cost,), peak, net)
 
 
 def make_tape(model, dtype="float32"):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.machine.hardware import make_cluster
-from shardwise.plan.machine.pricing import Group, Prices, collective_seconds, efficiencies_of
+from shardwise.plan.machine.pricing import Prices, RankGroup, collective_seconds, efficiencies_of
 from shardwise.plan.model.tape import Cost
 from shardwise.plan.sizes import read_table
 from shardwise.plan.step.program import Collective, Compute, Op
@@ -77,7 +77,7 @@ def test_tensor_parallelism_costs_more_across_nodes_than_inside():
         prices = Prices(cluster, Candidate(tp=8))
         took.append(prices.seconds(compute("tensor_parallel", 0, sent, num_ops=4)))
     inside = 4 * collective_seconds(
-        "all_reduce", sent / 4 * 8 / 14, Group(8, 8, 1), make_cluster("H100", 8).node
+        "all_reduce", sent / 4 * 8 / 14, RankGroup(8, 8, 1), make_cluster("H100", 8).node
     )
     assert took[0] == pytest.approx(inside)
     assert took[1] > took[0]

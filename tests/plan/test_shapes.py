@@ -25,7 +25,7 @@ from shardwise.plan.model.shapes import (
     llama_shape,
     shape_from_config,
 )
-from shardwise.plan.model.tape import LiveBytes, Work
+from shardwise.plan.model.tape import LiveBytes, UnitWork
 from shardwise.plan.step.play import play
 from shardwise.plan.step.program import Ledger
 
@@ -78,7 +78,7 @@ def test_flops_per_token_are_the_papers_formula():
 )
 def test_a_tapes_flops_are_the_shapes(mode, tp, batch):
     tape = tape_of(LLAMA_8B, 256, micro_batch=batch, tp=tp, activation_checkpointing=mode)
-    forward = [e for e in tape.events if isinstance(e, Work) and e.phase != "recompute"]
+    forward = [e for e in tape.events if isinstance(e, UnitWork) and e.phase != "recompute"]
     flops = sum(c.flops for e in forward for c in e.costs)
     whole = flops_per_token(LLAMA_8B, 256, causal=True) * batch * 256
     assert flops == pytest.approx(whole / tp, rel=1e-6)
@@ -143,7 +143,7 @@ def test_what_a_tape_allocates_it_frees(mode, loss, kernels, stages, stage, tied
     settings = {"activation_checkpointing": mode, "loss": loss, "kernels": kernels}
     tape = tape_of(shape, 64, stage % stages, pp=stages, accumulation=8, **settings)
     live = LiveBytes()
-    for work in (e for e in tape.events if isinstance(e, Work)):
+    for work in (e for e in tape.events if isinstance(e, UnitWork)):
         assert work.net.temporary == 0
         assert work.peak.total >= 0
         live = LiveBytes(live.activations + work.net.activations, 0, live.logits + work.net.logits)

@@ -23,7 +23,7 @@ from shardwise.plan.model.models import (
     shape_source,
 )
 from shardwise.plan.model.shapes import gpt_shape, llama_shape
-from shardwise.plan.model.tape import Visit, Work
+from shardwise.plan.model.tape import UnitWork, Visit
 from shardwise.plan.model.tracing import trace
 from shardwise.train.config import TrainConfig
 from shardwise.train.decoder import Decoder
@@ -86,7 +86,7 @@ def test_most_products_have_the_dtype_of_the_parameters_where_nothing_is_cast():
 
 
 def works_of(tape):
-    return [e for e in tape.events if isinstance(e, Work)]
+    return [e for e in tape.events if isinstance(e, UnitWork)]
 
 
 def peak_of(works):
@@ -166,7 +166,7 @@ def test_a_tape_ends_with_the_gradients_and_nothing_else(checkpointed):
 def test_every_visit_is_followed_by_one_work(checkpointed):
     events = tape_of(decoder_source(), checkpointed).events
     assert [isinstance(e, Visit) for e in events] == [i % 2 == 0 for i in range(len(events))]
-    works = {e.phase for e in events if isinstance(e, Work)}
+    works = {e.phase for e in events if isinstance(e, UnitWork)}
     assert works == {"forward", "loss", "backward"} | ({"recompute"} if checkpointed else set())
 
 
@@ -183,7 +183,7 @@ def test_the_logits_are_those_of_the_head_and_the_loss():
     tape = tape_of(decoder_source(), False, compute_dtype="bfloat16")
     logits = 4 * 256 * 2048
     head = next(u for u, unit in enumerate(tape.units) if unit.name == "head")
-    made = [w for w in tape.events if isinstance(w, Work) and w.net.logits > 0]
+    made = [w for w in tape.events if isinstance(w, UnitWork) and w.net.logits > 0]
     assert (made[0].unit, made[0].net.logits) == (head, 2 * logits)
     assert (made[1].unit, made[1].phase) == (0, "loss")
     scalars = 64  # the loss, and the sum of its weights
@@ -267,9 +267,9 @@ def test_units_open_and_close_in_backward_as_often_as_they_should():
         ("after_backward", "layers.0"),
         ("after_backward", ""),
     ]
-    grads = sum(e.net.grad_full for e in tape.events if isinstance(e, Work))
+    grads = sum(e.net.grad_full for e in tape.events if isinstance(e, UnitWork))
     assert grads == 4 * 2 * 72
-    assert all(isinstance(b, Work) for a, b in pairwise(tape.events) if isinstance(a, Visit))
+    assert all(isinstance(b, UnitWork) for a, b in pairwise(tape.events) if isinstance(a, Visit))
 
 
 def test_a_model_is_traced_once_for_all_that_does_not_change_its_tape():

@@ -15,7 +15,7 @@ from shardwise.bench.stopwatch import FULL, QUICK, Stopwatch
 from shardwise.device import memory_in_use_bytes, name_of
 from shardwise.host import processor_name, total_host_bytes
 from shardwise.plan.machine.calibration import Calibration, MeasuredHost
-from shardwise.plan.machine.pricing import Curve
+from shardwise.plan.machine.pricing import SecondsCurve
 
 _DTYPES = (torch.float32, torch.bfloat16)
 
@@ -38,7 +38,7 @@ def calibrate(
     num_ranks = dist.get_world_size()
     watch = Stopwatch(device, num_ranks, QUICK if quick else FULL)
     resident = memory_in_use_bytes(torch.device("cpu"))
-    curves: dict[str, Curve] = {}
+    curves: dict[str, SecondsCurve] = {}
     jobs = _jobs(watch, folder)
     for number, (label, measure) in enumerate(jobs.items()):
         progress(label, number / len(jobs))
@@ -63,9 +63,9 @@ def calibrate(
     )
 
 
-def _jobs(watch: Stopwatch, folder: Path) -> dict[str, Callable[[], dict[str, Curve]]]:
+def _jobs(watch: Stopwatch, folder: Path) -> dict[str, Callable[[], dict[str, SecondsCurve]]]:
     """Return the functions that measure curves, by the names that progress shows."""
-    jobs: dict[str, Callable[[], dict[str, Curve]]] = {}
+    jobs: dict[str, Callable[[], dict[str, SecondsCurve]]] = {}
     for dtype in _DTYPES:
         name = str(dtype).removeprefix("torch.")
         jobs |= {
@@ -84,7 +84,7 @@ def _jobs(watch: Stopwatch, folder: Path) -> dict[str, Callable[[], dict[str, Cu
     return jobs
 
 
-def _collectives(watch: Stopwatch, group_size: int) -> dict[str, Curve]:
+def _collectives(watch: Stopwatch, group_size: int) -> dict[str, SecondsCurve]:
     on_cpu = watch.device.type == "cpu"
     sums = kernels.sum_curve(watch) if on_cpu else None
     found = network.collective_curves(watch, group_size, sums)

@@ -31,7 +31,7 @@ from shardwise.bench.stopwatch import Stopwatch
 from shardwise.comm.shares import BLOCK_NUMEL
 from shardwise.config import Schedule
 from shardwise.engine.api import shard
-from shardwise.plan.machine.pricing import Curve
+from shardwise.plan.machine.pricing import SecondsCurve
 from shardwise.plan.model.tape import Cost
 from shardwise.plan.model.tracking import Tracker
 
@@ -130,7 +130,7 @@ _LINEARS = 4
 _GLUE_NUMELS = [1 << i for i in (10, 12, 14, 16, 18, 20, 22, 24)]
 
 
-def matmul_curves(watch: Stopwatch, dtype: torch.dtype) -> dict[str, Curve]:
+def matmul_curves(watch: Stopwatch, dtype: torch.dtype) -> dict[str, SecondsCurve]:
     """Measure square products; a backward operation is one of the two that a layer needs."""
     name = f"matmul.{{}}.{_name(dtype)}"
 
@@ -150,11 +150,11 @@ def matmul_curves(watch: Stopwatch, dtype: torch.dtype) -> dict[str, Curve]:
     found = watch.sweep([16 << i for i in range(10)], measure)
     for part, (way, num_ops) in enumerate((("forward", _LINEARS), ("backward", 2 * _LINEARS))):
         points = [(2.0 * n**3, parts[part] / num_ops) for n, parts in found]
-        curves[name.format(way)] = Curve.through("flops", points)
+        curves[name.format(way)] = SecondsCurve.through("flops", points)
     return curves
 
 
-def attention_curves(watch: Stopwatch, dtype: torch.dtype) -> dict[str, Curve]:
+def attention_curves(watch: Stopwatch, dtype: torch.dtype) -> dict[str, SecondsCurve]:
     """Measure causal attention, which does half the square, with four heads of 64 elements."""
     name = f"attention.{{}}.{_name(dtype)}"
 
@@ -172,11 +172,11 @@ def attention_curves(watch: Stopwatch, dtype: torch.dtype) -> dict[str, Curve]:
     curves = {}
     for part, (way, factor) in enumerate((("forward", 1.0), ("backward", 2.0))):
         points = [(f * factor, parts[part]) for f, (_, parts) in zip(flops, found, strict=True)]
-        curves[name.format(way)] = Curve.through("flops", points)
+        curves[name.format(way)] = SecondsCurve.through("flops", points)
     return curves
 
 
-def memory_curves(watch: Stopwatch, dtype: torch.dtype) -> dict[str, Curve]:
+def memory_curves(watch: Stopwatch, dtype: torch.dtype) -> dict[str, SecondsCurve]:
     """Measure what a decoder's block does beside products: norm, rotation, gate, residual.
 
     Sizes are bytes read and written per operation, counted as a tape counts them. See
@@ -191,7 +191,7 @@ def memory_curves(watch: Stopwatch, dtype: torch.dtype) -> dict[str, Curve]:
             num_ops = sum(c.num_ops for c in glue)
             size = sum(c.moved_bytes for c in glue) / num_ops
             points[way].append((size, seconds / num_ops))
-    return {name.format(way): Curve.through("bytes", found) for way, found in points.items()}
+    return {name.format(way): SecondsCurve.through("bytes", found) for way, found in points.items()}
 
 
 def both_ways(
@@ -240,7 +240,7 @@ class _Flat(nn.Module):
         self.vectors = nn.ParameterList(torch.zeros(numel) for _ in range(_NUM_TENSORS))
 
 
-def optimizer_curves(watch: Stopwatch) -> dict[str, Curve]:
+def optimizer_curves(watch: Stopwatch) -> dict[str, SecondsCurve]:
     """Measure a fused AdamW and the clipping of the gradients' norm, over float32 shards."""
 
     def measure(numel: int) -> Sequence[float]:
@@ -263,11 +263,11 @@ def optimizer_curves(watch: Stopwatch) -> dict[str, Curve]:
     kinds = (("optimizer.adamw", _ADAMW_TENSORS), ("clip", _CLIP_TENSORS))
     for part, (name, num_passes) in enumerate(kinds):
         points = [(4.0 * num_passes * _NUM_TENSORS * n, parts[part]) for n, parts in found]
-        curves[name] = Curve.through("bytes", points)
+        curves[name] = SecondsCurve.through("bytes", points)
     return curves
 
 
-def copy_curves(watch: Stopwatch) -> dict[str, Curve]:
+def copy_curves(watch: Stopwatch) -> dict[str, SecondsCurve]:
     """Measure copies and casts into memory that is there, by bytes read and written."""
     curves = {}
     for source_dtype, dtype in _COPIES:
@@ -282,11 +282,11 @@ def copy_curves(watch: Stopwatch) -> dict[str, Curve]:
         item_bytes = source_dtype.itemsize + dtype.itemsize
         points = [(float(item_bytes * n), s) for n, (s,) in watch.sweep(_NUMELS, measure)]
         name = "copy" if source_dtype == dtype else f"cast.{dtype}".replace("torch.", "")
-        curves[name] = Curve.through("bytes", points)
+        curves[name] = SecondsCurve.through("bytes", points)
     return curves
 
 
-def sum_curve(watch: Stopwatch) -> Curve:
+def sum_curve(watch: Stopwatch) -> SecondsCurve:
     """Measure the mean of two gradients, block by block as the engine's own transport takes it."""
 
     def measure(numel: int) -> Sequence[float]:
@@ -300,7 +300,7 @@ def sum_curve(watch: Stopwatch) -> Curve:
         return [watch.seconds(mean)]
 
     found = watch.sweep(_NUMELS, measure)
-    return Curve.through("bytes", [(12.0 * n, s) for n, (s,) in found])
+    return SecondsCurve.through("bytes", [(12.0 * n, s) for n, (s,) in found])
 
 
 _NUM_BLOCKS = 16

@@ -16,7 +16,7 @@ from shardwise.comm.pending import GatherItem, Pending, ReduceItem
 from shardwise.device import host_buffer
 from shardwise.layout.segments import Segment
 from shardwise.mesh import DataAxes, resolve_axes
-from shardwise.plan.machine.pricing import Curve
+from shardwise.plan.machine.pricing import SecondsCurve
 
 _PAYLOADS = [1 << i for i in range(12, 28, 2)]  # 4 KiB to 64 MiB
 _OVERLAP_PAYLOAD = 16 << 20
@@ -71,7 +71,9 @@ def group_sizes(num_ranks: int) -> list[int]:
     return [size for size in range(2, num_ranks + 1) if num_ranks % size == 0]
 
 
-def collective_curves(watch: Stopwatch, group_size: int, sums: Curve | None) -> dict[str, Curve]:
+def collective_curves(
+    watch: Stopwatch, group_size: int, sums: SecondsCurve | None
+) -> dict[str, SecondsCurve]:
     """Measure both collectives of the engine by the bytes of the whole.
 
     ``sums``: what this rank's own sums take, where the transport runs them in ``wait``. They are
@@ -89,7 +91,7 @@ def collective_curves(watch: Stopwatch, group_size: int, sums: Curve | None) -> 
                 share_bytes = payload / group_size
                 seconds = max(seconds / 10, seconds - sums.at(share_bytes * (group_size + 1)))
             points.append((float(payload), seconds))
-        curves[f"{kind}.{group_size}"] = Curve.through("bytes", points)
+        curves[f"{kind}.{group_size}"] = SecondsCurve.through("bytes", points)
     return curves
 
 
@@ -138,7 +140,7 @@ _TRANSFERS = [1 << i for i in range(12, 29, 2)]
 _FILES = [1 << i for i in range(16, 27, 2)]
 
 
-def host_link_curves(watch: Stopwatch) -> dict[str, Curve]:
+def host_link_curves(watch: Stopwatch) -> dict[str, SecondsCurve]:
     """Measure copies between the device and page-locked memory; none for the CPU."""
     if watch.device.type == "cpu":
         return {}
@@ -153,12 +155,12 @@ def host_link_curves(watch: Stopwatch) -> dict[str, Curve]:
 
     found = watch.sweep(_TRANSFERS, measure)
     return {
-        name: Curve.through("bytes", [(float(n), parts[part]) for n, parts in found])
+        name: SecondsCurve.through("bytes", [(float(n), parts[part]) for n, parts in found])
         for part, name in enumerate(("to_device", "to_host"))
     }
 
 
-def disk_curves(watch: Stopwatch, folder: Path) -> dict[str, Curve]:
+def disk_curves(watch: Stopwatch, folder: Path) -> dict[str, SecondsCurve]:
     """Measure writing a file, fsync included, and reading it back from the disk."""
     with tempfile.TemporaryDirectory(prefix=".shardwise-bench-", dir=folder) as inside:
         path = Path(inside, "file")
@@ -168,7 +170,7 @@ def disk_curves(watch: Stopwatch, folder: Path) -> dict[str, Curve]:
 
         found = watch.sweep(_FILES, measure)
     return {
-        name: Curve.through("bytes", [(float(n), parts[part]) for n, parts in found])
+        name: SecondsCurve.through("bytes", [(float(n), parts[part]) for n, parts in found])
         for part, name in enumerate(("disk_write", "disk_read"))
     }
 

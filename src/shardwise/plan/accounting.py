@@ -1,11 +1,11 @@
 """The ZeRO formulas: bytes and traffic of one rank, from a number of parameters alone.
 
 Note [What the lines mean]
-The lines are what one rank's device holds at the end of backward, before the optimizer's step;
-between steps the gradients are gone. Where the computing and the master dtype are the same, there
-are no master weights: the shard is a slice of the full copy, or all there is at stage 3. Where they
-differ, this engine keeps no shard in the computing dtype: the gather casts the master. Gradients
-that are reduced once per step are counted in full, as an accumulation window holds them.
+The lines are the bytes on one rank's device at the end of backward, before the optimizer's step.
+Between steps there are no gradients. If the compute and the master dtype are the same, there are no
+master weights: the shard is a slice of the full copy, or at stage 3 the only copy. If they differ,
+this engine keeps no shard in the compute dtype: the gather casts the master. Gradients that are
+reduced once per step are counted in full, as an accumulation window holds them.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -37,12 +37,20 @@ def account(
     **Cost** some microseconds. **Raises** ConfigError naming the field that is wrong.
     """
     count = parse_count(params)
-    how = (ranks, stage, replicas, precision, optimizer, accumulation, reduce_every)
-    return Accounting(count, *how)
+    return Accounting(
+        params=count,
+        ranks=ranks,
+        stage=stage,
+        replicas=replicas,
+        precision=precision,
+        optimizer=optimizer,
+        accumulation=accumulation,
+        reduce_every=reduce_every,
+    )
 
 
 @dataclass(frozen=True)
-class Traffic:
+class StepTraffic:
     """Bytes that one rank sends in one step, without padding and counts of gradients.
 
     ``shard_sent_elements`` go to the ranks that share a copy, ``replica_sent_elements`` to other
@@ -105,24 +113,25 @@ class Accounting:
     def lines(self) -> dict[str, int]:
         """The four lines by name, of one rank's device.
 
-        Parameters are those that layers compute with, and slices that gathers read; master weights
-        those that the optimizer updates apart from them; gradients are reduced ones.
+        ``parameters`` are those that layers compute with, and slices that gathers read.
+        ``master_weights`` are separate copies that the optimizer updates. ``gradients`` are reduced
+        ones.
         """
         stage, dtypes = STAGES[self.stage], PRECISIONS[self.precision]
         master, reduce = DTYPE_BYTES[dtypes.master], DTYPE_BYTES[dtypes.reduce]
-        here = self._shard if stage.shards_state else self.params  # what the optimizer updates
+        updated = self._shard if stage.shards_state else self.params  # by the optimizer
         kept = self.params
         if stage.frees_after_backward:
-            # Without masters, or beside them in papers, slices are there; else masters are read.
-            kept = 0 if dtypes.has_master and not dtypes.keeps_compute_shard else here
-        beside = DTYPE_BYTES[dtypes.optimizer_grad] if dtypes.optimizer_grad is not None else 0
-        resting = self.params if self._reduces_by_step else here
-        gradients = resting * reduce + here * beside
+            # The slices in the compute dtype; without them gathers read the masters.
+            kept = 0 if dtypes.has_master and not dtypes.keeps_compute_shard else updated
+        gradients = (self.params if self._reduces_by_step else updated) * reduce
+        if dtypes.optimizer_grad is not None:
+            gradients += updated * DTYPE_BYTES[dtypes.optimizer_grad]
         return {
             "parameters": kept * DTYPE_BYTES[dtypes.compute],
-            "master_weights": here * master * dtypes.has_master,
+            "master_weights": updated * master * dtypes.has_master,
             "gradients": gradients,
-            "optimizer_state": OPTIMIZERS[self.optimizer].state_bytes(here, dtypes.master),
+            "optimizer_state": OPTIMIZERS[self.optimizer].state_bytes(updated, dtypes.master),
         }
 
     @property
@@ -155,17 +164,18 @@ class Accounting:
         return [replace(self, stage=stage.number) for stage in STAGES]
 
     @property
-    def traffic(self) -> Traffic:
+    def traffic(self) -> StepTraffic:
         """Bytes that the rank sends in one step."""
         dtypes, shards_state = PRECISIONS[self.precision], STAGES[self.stage].shards_state
         reduced, gathered = DTYPE_BYTES[dtypes.reduce], DTYPE_BYTES[dtypes.compute]
         reductions = 1 if self._reduces_by_step else self.accumulation
         gathers = self._uses or 1  # a kept copy: once, after the step
-        if not shards_state:  # the mean is gathered: with the reduction, an all-reduce
-            gathers, gathered = reductions, reduced
+        if not shards_state:  # a reduction and a gather of the mean: an all-reduce
+            gathers = reductions
+            gathered = reduced
         once = _share(self.params, self.ranks)
         replica_sent_elements = 2 * reductions * _share(self._shard, self.replicas)
-        return Traffic(
+        return StepTraffic(
             num_gathers=gathers,
             num_reductions=reductions,
             shard_sent_elements=(gathers + reductions) * once,
@@ -176,8 +186,9 @@ class Accounting:
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """Sentences on the memory that no line holds, the general first."""
-        optimizer, by_step = OPTIMIZERS[self.optimizer], self._reduces_by_step
+        """Sentences on the memory that no line counts, general ones first."""
+        optimizer = OPTIMIZERS[self.optimizer]
+        by_step = self._reduces_by_step
         note = optimizer.note
         sentences = {
             "Activations, logits, inputs, module buffers and temporary tensors of any kind.": True,
@@ -199,7 +210,7 @@ class Accounting:
 
 
 def _share(numel: int, ranks: int) -> int:
-    """Return what one rank sends of an even all-gather or reduce-scatter: (N - 1)/N of it."""
+    """Return the elements that a rank sends in an even all-gather or reduce-scatter: (N - 1)/N."""
     return numel - numel // ranks
 
 
@@ -211,13 +222,13 @@ def accounting_facts(chosen: Accounting) -> dict[str, object]:
         "world_size": chosen.world_size,
         "stages": [
             {
-                "stage": each.stage,
-                "total_device_bytes": each.device_bytes,
-                "between_steps_device_bytes": each.between_steps,
-                **{f"{name}_device_bytes": held for name, held in each.lines.items()},
-                "per_step": asdict(each.traffic),
+                "stage": row.stage,
+                "total_device_bytes": row.device_bytes,
+                "between_steps_device_bytes": row.between_steps,
+                **{f"{name}_device_bytes": num_bytes for name, num_bytes in row.lines.items()},
+                "per_step": asdict(row.traffic),
             }
-            for each in chosen.of_all_stages()
+            for row in chosen.of_all_stages()
         ],
         "left_out": list(chosen.left_out),
         "sources": {

@@ -1,4 +1,4 @@
-"""One way to run a model: everything that a search may vary, as one frozen value."""
+"""A candidate: a configuration of a model's run with all settings that a search may vary."""
 
 from collections.abc import Set
 from dataclasses import dataclass, field, fields, replace
@@ -41,15 +41,15 @@ class Candidate:
     the world is their product. ``ep`` ranks, cut out of shards x context x tensor ranks, share the
     experts. ``pp_schedule`` and ``cp_method`` are the keys of `shardwise train`.
     ``activation_checkpointing`` is a `Checkpointing`; ``kernels`` are those of PyTorch, or compiled
-    by torch.compile; ``loss`` is how cross-entropy is made of logits: eager from all of them in
-    float32, held while the caller has them till backward ends, in chunks, compiled, or fused with
-    the head.
-    ``prefetch_bytes`` None: the largest unit, as the engine does. ``offload`` is what `shard()`
-    takes, and "nvme" without a folder too; it is completed.
+    by torch.compile. ``loss`` is the implementation of cross-entropy: eager from all logits in
+    float32; held, if the caller keeps the logits until backward ends; in chunks, compiled, or fused
+    with the head.
+    ``prefetch_bytes`` None: the largest unit, as the engine does. ``offload`` is that of `shard()`;
+    "nvme" needs no folder here. Its defaults are filled in.
     ``reduce_every`` None: as the stage says. ``optimizer`` names a row of ``sizes.OPTIMIZERS``.
     ``save_every`` and ``memory_every`` are steps between checkpoints, on disk and in the hosts'
     memory; 0: none. ``copies`` further hosts keep what a rank has in memory. ``local_steps``:
-    replicas step apart, and are synchronised once in a window; None: in every step.
+    replicas step locally, and are synchronised once in a window; None: in every step.
 
     **Raises** ConfigError for a precision or an optimizer that is in no table, and for settings
     that contradict each other.
@@ -105,14 +105,15 @@ class Candidate:
 
     @property
     def coding(self) -> Coding | None:
-        """How gathers are encoded; None where parameters travel as they are computed with."""
+        """The encoding of gathers; None if parameters are sent in the compute dtype."""
         return None if self.gather is None else Coding(self.gather, self.gather_block)
 
     @property
     def reduce_coding(self) -> Coding | None:
-        """How gradients are encoded; None where they travel as they come."""
-        name = self.reduce
-        return None if name is None else Coding(REDUCE_FORMATS[name], self.gather_block)
+        """The encoding of reductions; None if gradients are sent in their own dtype."""
+        if self.reduce is None:
+            return None
+        return Coding(REDUCE_FORMATS[self.reduce], self.gather_block)
 
     @property
     def data_parallel(self) -> int:
@@ -131,14 +132,24 @@ class Candidate:
 
     @property
     def with_context_shards(self) -> "Candidate":
-        """The same as its state is sharded: ranks of a context group are shard ranks."""
+        """The candidate with context ranks as shard ranks, over which the state is sharded."""
         return replace(self, num_shards=self.num_shards * self.cp, cp=1)
 
     @property
     def state_key(self) -> "Candidate":
-        """The same without what has no part in the layout of its state: one stands for many."""
-        plain = replace(self, micro_batch=1, accumulation=1, kernels="eager", loss="eager")
-        return replace(plain, prefetch_bytes=None, activation_checkpointing="none")
+        """The candidate without settings that do not affect the memory between steps.
+
+        It is the key of caches.
+        """
+        return replace(
+            self,
+            micro_batch=1,
+            accumulation=1,
+            kernels="eager",
+            loss="eager",
+            prefetch_bytes=None,
+            activation_checkpointing="none",
+        )
 
     @property
     def degrees(self) -> tuple[int, int, int]:
@@ -153,30 +164,32 @@ class Candidate:
     @cached_property
     def label(self) -> str:
         """Describe the candidate in one line: its settings by name, without defaults."""
-        told = {"stage", "micro_batch", "transport", "copies"}
-        told |= {"num_shards"} if self.num_replicas == 1 else set()
-        parts = [f"stage {self.stage}", f"micro-batch {self.micro_batch}", *_changed(self, told)]
-        return ", ".join(parts)
+        first = [f"stage {self.stage}", f"micro-batch {self.micro_batch}"]
+        left_out = {"stage", "micro_batch", "transport", "copies"}
+        if self.num_replicas == 1:
+            left_out.add("num_shards")
+        return ", ".join(first + _describe_changes(self, left_out))
 
 
-def planned_offload(asked: OffloadLike) -> Offload:
-    """Return the offload in full. **Raises** ConfigError as `shard()` does."""
-    return resolve_offload(asked, names_folders=False) or Offload()
+def planned_offload(offload: OffloadLike) -> Offload:
+    """Return the offload with all fields. **Raises** ConfigError as `shard()` does."""
+    return resolve_offload(offload, names_folders=False) or Offload()
 
 
-def _changed(settings: Candidate | Offload, told: Set[str] = frozenset()) -> list[str]:
-    """Name the settings that are not the default, but for those that were told, with values."""
-    found, plain = [], type(settings)()
-    for each in fields(settings):
-        value, name = getattr(settings, each.name), each.name.replace("_", " ")
-        if each.name in told or value == getattr(plain, each.name):
+def _describe_changes(settings: Candidate | Offload, left_out: Set[str] = frozenset()) -> list[str]:
+    """List the settings that differ from the default, except those in ``left_out``."""
+    descriptions: list[str] = []
+    default = type(settings)()
+    for key in (setting.name for setting in fields(settings)):
+        value, name = getattr(settings, key), key.replace("_", " ")
+        if key in left_out or value == getattr(default, key):
             continue
         if isinstance(value, Offload):
-            found.append(f"offload ({', '.join(_changed(value))})")
+            descriptions.append(f"offload ({', '.join(_describe_changes(value))})")
         elif isinstance(value, tuple):
-            found.append(f"{name} {' '.join(value) or 'none'}")
-        elif each.name.endswith("_bytes"):
-            found.append(f"{name.removesuffix(' bytes')} {format_bytes(value)}")
+            descriptions.append(f"{name} {' '.join(value) or 'none'}")
+        elif key.endswith("_bytes"):
+            descriptions.append(f"{name.removesuffix(' bytes')} {format_bytes(value)}")
         else:
-            found.append(name if value is True else f"{name} {value}")
-    return found
+            descriptions.append(name if value is True else f"{name} {value}")
+    return descriptions

@@ -1,8 +1,8 @@
 """Plans, searches and simulations as plain data: units in the keys, bytes as integers.
 
 A figure's key ends in ``_bytes``, ``_s``, ``_per_s`` or ``_fraction``, or begins with ``num_``;
-under such a key there may be figures by name. Under ``candidate`` are settings, by the names of
-their flags; ``micro_batch`` of a moment says in which one it is, from 0.
+such a key may hold figures by name. ``candidate`` holds settings by the names of their flags.
+``micro_batch`` of a peak is the number of the micro-batch in which it occurs, from 0.
 """
 
 from collections.abc import Sequence
@@ -34,8 +34,8 @@ def plan_facts(plan: Plan) -> dict[str, object]:
             "expected_bytes": plan.memory.expected_bytes,
             "high_bytes": plan.memory.high_bytes,
             "margins_bytes": dict(plan.memory.margins),
-            "peak": _moment(plan, played.peak),
-            "peaks": [_moment(plan, moment) for moment in played.peaks],
+            "peak": _peak_facts(plan, played.peak),
+            "peaks": [_peak_facts(plan, peak) for peak in played.peaks],
             "resting_bytes": played.device.lines(),
             "host_bytes": played.host.total,
             "host_lines_bytes": played.host.lines(),
@@ -73,16 +73,16 @@ def plan_facts(plan: Plan) -> dict[str, object]:
 
 
 def search_facts(result: SearchResult) -> dict[str, object]:
-    """Return a search as plain data: the plans of the Pareto set, and why the others lost.
+    """Return a search as plain data: the plans of the Pareto set, and rejected ones with reasons.
 
-    The winner is in full, the others by what tells them apart.
+    The winner is written in full, the other plans by their settings and main figures.
     """
     return {
         "kind": "search",
         "num_candidates": result.num_candidates,
         "num_played": result.num_played,
         "winner": plan_facts(result.winner) if result.winner is not None else None,
-        "pareto": [_brief(plan) for plan in result.pareto],
+        "pareto": [_brief_facts(plan) for plan in result.pareto],
         "rejected": [
             {"candidate": candidate_facts(r.candidate), "reason": r.reason} for r in result.rejected
         ],
@@ -90,7 +90,7 @@ def search_facts(result: SearchResult) -> dict[str, object]:
     }
 
 
-def _brief(plan: Plan) -> dict[str, object]:
+def _brief_facts(plan: Plan) -> dict[str, object]:
     return {
         "candidate": candidate_facts(plan.candidate),
         "label": plan.candidate.label,
@@ -166,11 +166,11 @@ def candidate_facts(candidate: Candidate) -> dict[str, object]:
     return {**asdict(candidate), "num_ranks": candidate.world_size}
 
 
-def _moment(plan: Plan, moment: Peak) -> dict[str, object]:
+def _peak_facts(plan: Plan, peak: Peak) -> dict[str, object]:
     return {
-        "phase": moment.phase,
-        "unit": plan.unit_name(moment.unit),
-        "micro_batch": moment.micro_batch,
-        "total_bytes": moment.ledger.total,
-        "lines_bytes": moment.ledger.lines(),
+        "phase": peak.phase,
+        "unit": plan.unit_name(peak.unit),
+        "micro_batch": peak.micro_batch,
+        "total_bytes": peak.ledger.total,
+        "lines_bytes": peak.ledger.lines(),
     }

@@ -68,10 +68,10 @@ class MemoryInterval:
 def memory_interval(
     ledger: Ledger, num_groups: int = 1, on_accelerator: bool = True, cached_bytes: int = 0
 ) -> MemoryInterval:
-    """Widen a ledger's total to what the device will hold.
+    """Return the range of the bytes that the device holds, from a ledger's total.
 
     ``num_groups`` counts the process groups with device communicators that the rank is in.
-    ``cached_bytes``: gradients that are gone at the peak, whose blocks the allocator still holds.
+    ``cached_bytes``: gradients that are freed before the peak, whose blocks the allocator holds.
     On the CPU there is no context, and malloc keeps neither communicator buffers nor blocks.
 
     **Source** See Note [Sources of the ranges].
@@ -131,9 +131,10 @@ class NodeRoom:
 def node_room(
     cluster: Cluster, candidate: Candidate, by_stage: Mapping[int, tuple[int, int]]
 ) -> NodeRoom:
-    """Add up the bytes of one rank of each pipeline stage on the host, and in files.
+    """Return the room on the node with the most offloaded bytes.
 
-    A stage that is not given is taken for the largest. Neighbours are of one stage (`axes`).
+    ``by_stage`` are the bytes of one rank of each pipeline stage, on the host and in files. A stage
+    that is missing counts as the largest one. Neighbouring ranks are of the same stage (`axes`).
     """
     node = cluster.node
     num_ranks = min(node.num_accelerators, candidate.world_size)
@@ -141,9 +142,15 @@ def node_room(
     together = max(1, num_ranks // of_stage)  # stages that a node has ranks of
     most = []
     for kind in (0, 1):
-        largest = max(each[kind] for each in by_stage.values())
+        largest = max(num_bytes[kind] for num_bytes in by_stage.values())
         stages = [by_stage[i][kind] if i in by_stage else largest for i in range(candidate.pp)]
         nodes = (stages[first : first + together] for first in range(0, candidate.pp, together))
         most.append(max(map(sum, nodes)) * (num_ranks // together))
     host = node.host
-    return NodeRoom(num_ranks, most[0], host.memory_bytes, most[1], host.nvme_bytes)
+    return NodeRoom(
+        num_ranks,
+        host_bytes=most[0],
+        host_capacity_bytes=host.memory_bytes,
+        file_bytes=most[1],
+        file_capacity_bytes=host.nvme_bytes,
+    )

@@ -22,10 +22,10 @@ and state is sharded over shard x context ranks, as FSDP does it: a step is play
 shards.
 
 Note [Long windows]
-The micro-batches of an accumulation window are alike but for the first and the last. A window
-longer than three is played with two and with three, and each further one adds the difference. What
-is read from disks from the step's begin on hides behind the whole window, not behind each of its
-micro-batches: there the window is played up to 32 of them.
+All micro-batches of an accumulation window are equal except the first and the last. A window
+longer than three is played with two and with three, and each further one adds the difference. Reads
+from disks begin with the step and overlap with the whole window, not with each of its
+micro-batches. So with state on disks up to 32 micro-batches are played.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from shardwise.plan.margins import (
     node_room,
 )
 from shardwise.plan.model.shaped import ShapedModel
-from shardwise.plan.model.tape import DEGREE_KINDS, CostKind, Tape, Work
+from shardwise.plan.model.tape import DEGREE_KINDS, CostKind, Tape, UnitWork
 from shardwise.plan.sizes import DtypeName
 from shardwise.plan.step.play import play
 from shardwise.plan.step.program import Collective, Compute, Op, Played, Program, Stream
@@ -64,9 +64,9 @@ _LONGEST_WITH_DISKS = 32
 
 
 class PlannedMemory(NamedTuple):
-    """The memory of a candidate's step, played on each pipeline stage that differs and not timed.
+    """The memory of a candidate's step, played without times on each pipeline stage that differs.
 
-    ``stage`` is the one with the most, and ``device`` its bytes.
+    ``stage`` is the stage with the most memory, and ``device`` are its bytes.
     """
 
     tapes: Mapping[int, Tape]
@@ -97,21 +97,22 @@ def plan_memory(
     # See Note [Context ranks are shard ranks].
     played_as, chip = candidate.with_context_shards, cluster.node.accelerator
     shown = replace(played_as, accumulation=_num_shown(candidate))
-    played = {number: play(each, shown) for number, each in stages.items()}
+    played = {number: play(stage_tape, shown) for number, stage_tape in stages.items()}
     stage = max(played, key=lambda number: played[number].peak.ledger.total)
     largest = played[stage]
-    # Gradients that are gone at the peak are cached there.
+    # The allocator still holds the blocks of gradients that are freed before the peak.
     most = max(peak.ledger.grad_shards for peak in largest.peaks)
     cached = max(0, most - largest.peak.ledger.grad_shards)
     groups, ledger = num_groups(candidate), largest.peak.ledger
     device = memory_interval(ledger, groups, chip.asynchronous, cached)
-    away = {}
-    for number, each in played.items():
-        on_host = each.host.total
-        if on_host and not chip.asynchronous:  # the host is the device too, and has all of a rank
-            on_host += each.peak.ledger.total
-        away[number] = on_host, each.files.total
-    return PlannedMemory(stages, played, stage, device, node_room(cluster, candidate, away))
+    off_device = {}
+    for number, step in played.items():
+        on_host = step.host.total
+        if on_host and not chip.asynchronous:  # a CPU: the device's bytes are in host memory too
+            on_host += step.peak.ledger.total
+        off_device[number] = on_host, step.files.total
+    room = node_room(cluster, candidate, off_device)
+    return PlannedMemory(stages, played, stage, device, room)
 
 
 def plan(
@@ -124,11 +125,11 @@ def plan(
     straggler: float = 1.0,
     slow_link: float = 1.0,
 ) -> Plan:
-    """Plan one candidate; ``prices`` are the cluster's own unless a calibration gave others.
+    """Plan one candidate; ``prices`` are those of the catalogue unless a calibration gives others.
 
-    ``memory`` is what `plan_memory` returned for it, if it was asked before. The slowest device
-    takes ``straggler`` times as long, and the slowest link ``slow_link`` times; all ranks wait for
-    them, see Note [One rank stands for all].
+    ``memory`` is the result of `plan_memory`, if it was called before. The slowest device takes
+    ``straggler`` times as long, and the slowest link ``slow_link`` times; all ranks wait for them,
+    see Note [One rank is simulated].
 
     **Cost** about 20 ms for 32 layers, beside the tape.
 
@@ -168,7 +169,7 @@ def plan(
         notes=(
             *model.notes,
             *_pipeline_notes(memory.tapes, in_memory, in_time),
-            *(_SURENESS if cluster.node.accelerator.asynchronous else ()),
+            *(_UNCERTAINTY if cluster.node.accelerator.asynchronous else ()),
         ),
         fill_s=fill_s,
         sends_s=sends_s,
@@ -176,7 +177,7 @@ def plan(
     )
 
 
-_SURENESS = (
+_UNCERTAINTY = (
     "of published runs that nothing here was fitted to, 90 % needed "
     f"{UNSEEN_MEMORY.low} to {UNSEEN_MEMORY.high} times the planned memory and "
     f"{UNSEEN_TIME.low} to {UNSEEN_TIME.high} times the planned time",
@@ -186,22 +187,25 @@ _SURENESS = (
 def _sends(
     model: Model, cluster: Cluster, candidate: Candidate, program: Program
 ) -> tuple[float, Program]:
-    """Return the seconds of a step's sends between stages; count an outer stage's in a program."""
+    """Return the seconds of a step's sends between stages, and the program with their counts.
+
+    The counts are those of the first or the last stage.
+    """
     stages = candidate.pp
     if stages == 1 or not isinstance(model, ShapedModel):
         return 0.0, program
     node, num_bytes = cluster.node, model.boundary_bytes(candidate)
     group = place(stages, candidate.world_size // stages, node.num_accelerators)
-    each = 2 * send_seconds(num_bytes, group.num_nodes > 1, node)
+    send_s = 2 * send_seconds(num_bytes, group.num_nodes > 1, node)
     num = candidate.accumulation
     sent = {**program.sent_bytes, "pp.send": num * num_bytes}
     counts = {**program.num_collectives, "pp.send": num}
     counted = replace(program, sent_bytes=sent, num_collectives=counts)
-    return (num + stages - 1) * each, counted
+    return (num + stages - 1) * send_s, counted
 
 
 def _model_parallel(simulated: Simulated, seconds: Callable[[Op], float]) -> dict[str, float]:
-    """Return the seconds of the degrees' collectives in what a rank computed."""
+    """Return the seconds, by axis, that the compute stream spends in the degrees' collectives."""
     ops = [op for op in simulated.program.ops if op.stream == "compute"]
     alone: dict[CostKind, float] = dict.fromkeys(DEGREE_KINDS, 0.0)
     for op in ops:
@@ -219,7 +223,7 @@ def _model_parallel(simulated: Simulated, seconds: Callable[[Op], float]) -> dic
 
 
 def _pipeline_notes(stages: Mapping[int, Tape], in_memory: Tape, in_time: Tape) -> tuple[str, ...]:
-    """Say which stages of a pipeline the figures are of."""
+    """Name the pipeline stages that the figures are from."""
     if len(stages) == 1:
         return ()
     last = max(stages)
@@ -236,11 +240,11 @@ def _pipeline_notes(stages: Mapping[int, Tape], in_memory: Tape, in_time: Tape) 
 
 
 def _flops_per_step(model: Model, candidate: Candidate, tape: Tape) -> int:
-    """Return the model's FLOPs on all ranks, counting once those that several ranks repeat."""
+    """Return the model's FLOPs on all ranks; FLOPs that several ranks repeat count once."""
     alone = replace(candidate, pp=1, tp=1, ep=1)
     if alone != candidate:
         tape = model.tape(alone)
-    works = (e for e in tape.events if isinstance(e, Work) and e.phase != "recompute")
+    works = (e for e in tape.events if isinstance(e, UnitWork) and e.phase != "recompute")
     flops = sum(cost.flops for work in works for cost in work.costs)
     return flops * candidate.accumulation * candidate.data_parallel * candidate.cp
 
@@ -257,10 +261,10 @@ def num_groups(candidate: Candidate) -> int:
 # -- accumulation windows
 @dataclass(frozen=True)
 class Window:
-    """One stage's step, its neighbours aside.
+    """One stage's step, without sends to other stages.
 
     ``played`` counts the traffic of all micro-batches; ``simulated`` has those that were played.
-    ``window_s`` is the whole step, ``micro_batch_s`` what one more micro-batch adds.
+    ``window_s`` are the seconds of the whole step, ``micro_batch_s`` those of one more micro-batch.
     """
 
     played: Played
@@ -282,7 +286,7 @@ def time_window(
     seconds: Callable[[Op], float],
     overlap: float,
 ) -> Window:
-    """Simulate a step of one stage, which was ``played`` as far as is shown.
+    """Simulate a step of one stage, of which some micro-batches were ``played``.
 
     **Cost** one more play.
 
@@ -296,7 +300,7 @@ def time_window(
     more = candidate.accumulation - shown
     if not more and candidate.pp == 1:
         return Window(played, simulated, simulated.step_s, simulated.step_s / shown)
-    # A window of one has no shorter one: there the difference is to that of two.
+    # A window of one is compared with a window of two.
     other = play(tape, replace(candidate, accumulation=shown - 1 if shown > 1 else 2))
     micro_batch_s = abs(simulated.step_s - time(other).step_s)
     window_s = simulated.step_s + more * micro_batch_s
@@ -313,7 +317,7 @@ def time_window(
 
 
 def _extend(longer: Mapping[str, int], shorter: Mapping[str, int], more: int) -> dict[str, int]:
-    """Add ``more`` times what one more micro-batch added."""
+    """Add the difference of the two ``more`` times to the longer one."""
     return {key: value + more * (value - shorter.get(key, 0)) for key, value in longer.items()}
 
 
@@ -400,7 +404,7 @@ class Plan:
 
 
 class TimeRow(NamedTuple):
-    """A line of the table; ``is_part``: it is a part of the line above, or beside it."""
+    """A line of the table; ``is_part``: it is a part of an earlier line."""
 
     name: str
     seconds: float
@@ -435,9 +439,10 @@ def time_rows(plan: Plan) -> list[TimeRow]:
 
 
 def _phases(plan: Plan, streams: Iterable[Stream]) -> list[TimeRow]:
-    found: Counter[str] = Counter()
+    """Return the busy seconds of streams by phase."""
+    phase_s: Counter[str] = Counter()
     busy = plan.simulated.stream_phase_s
     for stream in streams:
         for phase, seconds in busy.get(stream, {}).items():
-            found[phase] += seconds  # type: ignore[assignment]
-    return [TimeRow(phase, seconds, True) for phase, seconds in found.items()]
+            phase_s[phase] += seconds  # type: ignore[assignment]
+    return [TimeRow(phase, seconds, True) for phase, seconds in phase_s.items()]

@@ -162,7 +162,7 @@ class StepKeys(BaseModel):
         if self.gather is not None and self.stage == 0:
             raise ValueError(f"gather: nothing is gathered at stage 0, got {self.gather}")
         if self.local_steps is not None and self.dp_replicate == 1:
-            raise ValueError("local_steps: it lets replicas step apart; give dp_replicate, as 2")
+            raise ValueError("local_steps: replicas step locally with it; give dp_replicate, as 2")
         if self.local_steps is not None and self.pp > 1:
             raise ValueError(f"local_steps: expected pp 1 beside it, got {self.pp}")
         return self

@@ -1,11 +1,11 @@
-"""Bytes of dtypes; which dtype each kind of tensor has; bytes of optimizer state. Tables as data.
+"""Tables of dtypes, precisions and optimizers: the bytes of each kind of tensor.
 
 Note [Precisions]
-``fp32``, ``bf16`` and ``fp16`` are the engine's own table (`precisions`), for a model whose own
-dtype is float32, and ``pure_bf16`` is ``Precision`` with bfloat16 three times; the engine
-runs these. The others are how other people's systems keep their state. They differ in two things
-that the engine does not do: a shard of the parameters in the computing dtype beside the master
-weights, and a second copy of the gradients in the optimizer's dtype.
+The engine runs ``fp32``, ``bf16`` and ``fp16``, its own table (`precisions`) for a float32 model,
+and ``pure_bf16``, which is ``Precision`` with bfloat16 three times. The others describe the state
+of other systems. They have two things that the engine does not do: a shard of the parameters in the
+compute dtype beside the master weights, and a second copy of the gradients in the optimizer's
+dtype.
 """
 
 import tomllib
@@ -44,7 +44,7 @@ class Dtypes:
 
     ``compute`` is the dtype of full parameters, ``master`` that of the elements which the optimizer
     updates, ``reduce`` that of reduced gradients and of sums over micro-batches.
-    ``keeps_compute_shard``: where parameters are sharded, a shard in the dtype ``compute`` rests
+    ``keeps_compute_shard``: sharded parameters have a persistent shard in the dtype ``compute``
     beside the master's. ``optimizer_grad``: gradients are copied into this dtype for the optimizer,
     sharded as its state is.
     """
@@ -58,12 +58,12 @@ class Dtypes:
 
     @property
     def has_master(self) -> bool:
-        """Tell whether master weights are apart from the parameters that the layers read."""
+        """True if master weights are copies separate from the parameters that the layers read."""
         return self.master != self.compute
 
     @property
     def engine_runs_it(self) -> bool:
-        """Tell whether Shardwise itself can train this way."""
+        """True if the engine can train in this precision."""
         return not self.keeps_compute_shard and self.optimizer_grad is None
 
 
@@ -94,8 +94,8 @@ class Optimizer:
     the master dtype, with one float32 scale per ``block`` elements (0: none). ``factored``: of
     matrices there are the means of rows and columns instead, of all else one tensor of its shape.
     ``has_step``: one float32 counter per tensor. ``note`` names the parts that the row leaves out.
-    ``by``: whose class steps it unit by unit if it is offloaded, torch's or the engine's; if "", it
-    steps all at once, in host memory.
+    ``by``: the library whose class steps an offloaded unit by itself, torch or the engine ("own");
+    if "", all units step at once, in host memory.
     """
 
     num_like: int

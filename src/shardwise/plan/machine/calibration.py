@@ -23,7 +23,7 @@ from shardwise.errors import ConfigError
 from shardwise.keys import checked_value, read_json
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.machine.hardware import Accelerator, Cluster, Host, Link, Node
-from shardwise.plan.machine.pricing import Curve, Unit, describe_figure
+from shardwise.plan.machine.pricing import SecondsCurve, Unit, describe_figure
 from shardwise.plan.model.tape import DEGREE_KINDS, Cost
 from shardwise.plan.step.program import Collective, LinkTransfer, Op, OpPhase
 from shardwise.spelling import did_you_mean
@@ -75,10 +75,10 @@ class Calibration:
     checkpoint_s: _Amount
     process_bytes: _Whole
     context_bytes: _Whole
-    curves: dict[str, Curve]
+    curves: dict[str, SecondsCurve]
     where: str = field(default="", compare=False)
 
-    def curve(self, name: str) -> Curve:
+    def curve(self, name: str) -> SecondsCurve:
         """Return the curve of this name. **Raises** ConfigError where it was not measured."""
         if name not in self.curves:
             hint = did_you_mean(name, self.curves) or "."
@@ -125,20 +125,20 @@ def read_calibration(path: Path) -> Calibration:
     curves = values.get("curves")
     if isinstance(curves, dict):
         values["curves"] = {n: _with_unit(c, f"{path}: curves.{n}") for n, c in curves.items()}
-    found: Calibration = checked_value(Calibration, values, str(path))
-    return replace(found, where=str(path))
+    calibration: Calibration = checked_value(Calibration, values, str(path))
+    return replace(calibration, where=str(path))
 
 
 def _with_unit(curve: Any, where: str) -> dict[str, Any]:
     """Return a curve by the names of its fields; in the file the unit is a part of a key."""
-    found = dict(curve) if isinstance(curve, dict) else {}
-    unit = next((u for u in get_args(Unit) if f"size_{u}" in found), None)
+    values = dict(curve) if isinstance(curve, dict) else {}
+    unit = next((u for u in get_args(Unit) if f"size_{u}" in values), None)
     if unit is None:
         raise ConfigError(f"{where}: expected size_bytes or size_flops, and seconds")
-    return {"unit": unit, "sizes": found[f"size_{unit}"], "seconds": found.get("seconds")}
+    return {"unit": unit, "sizes": values[f"size_{unit}"], "seconds": values.get("seconds")}
 
 
-_OWN_CURVES: dict[OpPhase, str] = {
+_PHASE_CURVES: dict[OpPhase, str] = {
     "optimizer": "optimizer.adamw",
     "clip": "clip",
     "unshard": "copy",
@@ -165,32 +165,32 @@ class CalibratedPrices:
 
     def seconds(self, op: Op) -> float:
         """Return the seconds of an operation on one rank, all other ranks at work as well."""
-        work, found = op.work, self.calibration
+        work, measured = op.work, self.calibration
         if isinstance(work, LinkTransfer):
-            return found.curve(work.link).at(work.num_bytes)
+            return measured.curve(work.link).at(work.num_bytes)
         if isinstance(work, Collective):
             return self._collective_seconds(work)
-        of_host = {
-            "forward": found.unit_forward_s,
-            "backward": found.unit_backward_s,
-            "recompute": found.unit_forward_s + found.checkpoint_s,
+        engine_s = {
+            "forward": measured.unit_forward_s,
+            "backward": measured.unit_backward_s,
+            "recompute": measured.unit_forward_s + measured.checkpoint_s,
         }
-        seconds = of_host.get(op.phase, 0.0) if op.unit > 0 else 0.0
+        seconds = engine_s.get(op.phase, 0.0) if op.unit > 0 else 0.0
         for cost in work.costs:
             if cost.num_ops:
-                curve = found.curve(self._curve_name(cost, op.phase))
+                curve = measured.curve(self._curve_name(cost, op.phase))
                 size = cost.moved_bytes if curve.unit == "bytes" else cost.flops
                 seconds += cost.num_ops * curve.at(size / cost.num_ops)
         return seconds
 
     def assumptions(self) -> tuple[str, ...]:
-        """Return the figures that these prices stand on, for the report."""
+        """Return the figures that the prices are computed from, for the report."""
         source = f"measured {self.calibration.measured_at}"
         figures = [describe_figure("overlap", self.overlap, "", "share that is hidden", source)]
         for name, curve in self.calibration.curves.items():
             unit = "FLOP/s" if curve.unit == "flops" else "B/s"
-            rate = curve.peak_rate, unit, "best measured rate", source
-            figures.append(describe_figure(name, *rate))
+            meaning = "best measured rate"
+            figures.append(describe_figure(name, curve.peak_rate, unit, meaning, source))
         return tuple(figures)
 
     def _curve_name(self, cost: Cost, phase: OpPhase) -> str:
@@ -201,11 +201,12 @@ class CalibratedPrices:
             return "cast.bfloat16"
         if phase == "reduce" and "sum" not in measured:
             return "copy"  # the device's transport sums by itself; only copies remain
-        if phase in _OWN_CURVES:
-            return _OWN_CURVES[phase]
-        way = f"{cost.kind}.{'backward' if phase == 'backward' else 'forward'}"
-        own = f"{way}.{'bfloat16' if cost.dtype == 'float16' else cost.dtype}"
-        return own if own in measured else f"{way}.float32"
+        if phase in _PHASE_CURVES:
+            return _PHASE_CURVES[phase]
+        direction = "backward" if phase == "backward" else "forward"
+        dtype = "bfloat16" if cost.dtype == "float16" else cost.dtype
+        name = f"{cost.kind}.{direction}.{dtype}"
+        return name if name in measured else f"{cost.kind}.{direction}.float32"
 
     def _collective_seconds(self, work: Collective) -> float:
         """Return the seconds of a collective; an all-reduce is the other two.
@@ -259,7 +260,24 @@ def cluster_of(calibration: Calibration) -> Cluster:
         matmul=peaks,
         asynchronous=not on_cpu,
     )
-    disks = rate("disk_read") * ranks, rate("disk_write") * ranks
-    to_device, fabric = link("to_device"), link(f"all_gather.{ranks}")
-    host = Host(facts.processor, facts.memory_bytes, bandwidth * ranks, to_device, *disks, source)
-    return Cluster(Node(accelerator.name, accelerator, ranks, fabric, fabric, 1, host, source))
+    fabric = link(f"all_gather.{ranks}")
+    host = Host(
+        facts.processor,
+        facts.memory_bytes,
+        dram_bytes_per_s=bandwidth * ranks,
+        device_link=link("to_device"),
+        nvme_read_bytes_per_s=rate("disk_read") * ranks,
+        nvme_write_bytes_per_s=rate("disk_write") * ranks,
+        source=source,
+    )
+    node = Node(
+        accelerator.name,
+        accelerator,
+        num_accelerators=ranks,
+        intra=fabric,
+        inter=fabric,
+        num_nics=1,
+        host=host,
+        source=source,
+    )
+    return Cluster(node)

@@ -164,9 +164,9 @@ def unknown(what: str, name: object, known: Mapping[str, str]) -> ConfigError:
     ``known`` gives for each way to write a name the name itself.
     """
     near = get_close_matches(str(name).lower(), list(known), n=3, cutoff=0.5)
-    names = dict.fromkeys(known[each] for each in near or known)
-    found = "the nearest are" if near else "expected one of"
-    return ConfigError(f"{what} {name!r} is not in the catalogue; {found} {', '.join(names)}")
+    names = dict.fromkeys(known[spelling] for spelling in near or known)
+    begin = "the nearest are" if near else "expected one of"
+    return ConfigError(f"{what} {name!r} is not in the catalogue; {begin} {', '.join(names)}")
 
 
 _NOISE = re.compile(r"nvidia|tesla|geforce|quadro|amd|instinct|google|sxm\d?|hbm\d?e?|\d+w|gpu")
@@ -178,7 +178,7 @@ _HBM_SHARE = 0.9894  # of the memory, left by the driver: data/accelerators.toml
 @cache
 def accelerators() -> Mapping[str, Accelerator]:
     """Return the catalogue's accelerators by name."""
-    found = {}
+    by_name = {}
     for name, row in read_table("accelerators").items():
         values = {"name": name, "matmul": {}, **row}
         nominal, share = values.pop("memory_gib"), values.pop("driver_share", _HBM_SHARE)
@@ -186,38 +186,38 @@ def accelerators() -> Mapping[str, Accelerator]:
         values["nominal_memory_bytes"] = int(nominal * _GIB)
         for kind in ("peak", "matmul"):
             values[kind] = {dtype: rate * 1e12 for dtype, rate in values[kind].items()}
-        found[name] = Accelerator(**values)
-    return found
+        by_name[name] = Accelerator(**values)
+    return by_name
 
 
 @cache
 def links() -> Mapping[str, Link]:
     """Return the catalogue's links by name."""
-    found: dict[str, Link] = {}
+    by_name: dict[str, Link] = {}
     for name, row in read_table("links").items():
-        # The efficiency is in the curve, if it is not told.
+        # If a row has no efficiency, its curve contains it.
         values = {"name": name, "efficiency": 1.0, "curve_ranks": (8, 1), **row}
         curve = tuple((mib * _MIB, rate * 1e9) for mib, rate in values.get("curve", ()))
         if (of := values.pop("curve_of", None)) is not None:
             ends_at = values.pop("curve_ends_at", None)
-            factor = values["bandwidth_bytes_per_s"] / found[of].bandwidth_bytes_per_s
-            factor = ends_at / found[of].achieved_bytes_per_s if ends_at else factor
-            curve = found[of].scaled(factor).curve
+            factor = values["bandwidth_bytes_per_s"] / by_name[of].bandwidth_bytes_per_s
+            factor = ends_at / by_name[of].achieved_bytes_per_s if ends_at else factor
+            curve = by_name[of].scaled(factor).curve
         for key in [key for key in values if key.endswith("_us")]:
             values[key.removesuffix("us") + "s"] = values.pop(key) * 1e-6
         ranks = tuple(values.pop("curve_ranks"))
-        found[name] = Link(**values | {"curve": curve, "curve_ranks": ranks})
-    return found
+        by_name[name] = Link(**values | {"curve": curve, "curve_ranks": ranks})
+    return by_name
 
 
 @cache
 def hosts() -> Mapping[str, Host]:
     """Return the catalogue's hosts by name."""
-    found = {}
+    by_name = {}
     for name, row in read_table("hosts").items():
         values = {"name": name, **row, "device_link": links()[row["device_link"]]}
-        found[name] = Host(memory_bytes=values.pop("memory_gib") * _GIB, **values)
-    return found
+        by_name[name] = Host(memory_bytes=values.pop("memory_gib") * _GIB, **values)
+    return by_name
 
 
 def find_accelerator(name: str) -> Accelerator:
@@ -242,10 +242,10 @@ def find_link(name: str) -> Link:
 
     **Raises** ConfigError with the nearest names.
     """
-    return _found("link", name, links(), read_table("nodes")["aliases"])
+    return _find_row("link", name, links(), read_table("nodes")["aliases"])
 
 
-def _found(
+def _find_row(
     what: str, name: str, table: Mapping[str, _Row], aliases: Mapping[str, str] | None = None
 ) -> _Row:
     """Return the row of a table with this name, however it is spelt."""
@@ -287,9 +287,9 @@ def make_cluster(
     if num_nics is None:  # as many per GPU as usual, and at least one
         num_nics = max(1, usual["nics"] * per_node // usual["per_node"])
     check_whole(num_nics, "num_nics", 1024)
-    found = _found("host", host or accelerator.host, hosts())
-    both = found.device_link, links()[accelerator.host_link]
-    slower = min(both, key=lambda each: each.bandwidth_bytes_per_s)
+    host_row = _find_row("host", host or accelerator.host, hosts())
+    ends = host_row.device_link, links()[accelerator.host_link]
+    slower = min(ends, key=lambda link: link.bandwidth_bytes_per_s)
     node = Node(
         name=f"{per_node} x {accelerator.name}",
         accelerator=accelerator,
@@ -297,14 +297,14 @@ def make_cluster(
         intra=find_link(link or accelerator.link),
         inter=find_link(network or usual["network"]),
         num_nics=num_nics,
-        host=replace(found, device_link=slower),
+        host=replace(host_row, device_link=slower),
         source="put together from the catalogue: each part has its source",
     )
     return Cluster(node, num_gpus // per_node)
 
 
 def _parse(name: str) -> tuple[str, int | None, bool]:
-    """Split a name into the chip, the size of its memory in GB if said, and whether it is PCIe."""
+    """Split a name into the chip, the size of its memory in GB if given, and whether it is PCIe."""
     tokens = [_NOISE.sub("", t) for t in re.split(r"[^a-z0-9]+", name.lower())]
     size = next((int(t[:-2]) for t in tokens if re.fullmatch(r"\d+gb", t)), None)
     rest = [t for t in tokens if not re.fullmatch(r"\d+gi?b|pcie\d?", t)]

@@ -84,23 +84,23 @@ def efficiencies_of(family: str, is_fitted: bool = True) -> Mapping[str, Efficie
     ``is_fitted``: with the entries that were fitted on whole steps of its published runs.
     """
     table = read_table("efficiencies")
-    found = {name: Efficiency(**row) for name, row in table["all"].items()}
+    efficiencies = {name: Efficiency(**row) for name, row in table["all"].items()}
     for kind in ("families", "fitted")[: 1 + is_fitted]:
         for name, row in table[kind].get(family, {}).items():
-            found[name] = replace(found[name], **row)
-    return found
+            efficiencies[name] = replace(efficiencies[name], **row)
+    return efficiencies
 
 
 _SCORES_AGAIN = 2.5 / 2.0  # of the FLOPs that a cost of attention's backward has
 
 
 def describe_figure(name: str, value: float, unit: str, meaning: str, source: str) -> str:
-    """Describe one figure that prices stand on, for the report."""
+    """Describe one figure that prices are computed from, for the report."""
     return f"{name}: {f'{value:.4g} {unit}'.strip()}, {meaning} ({source})"
 
 
 class Pricer(Protocol):
-    """Whatever says how long an operation takes."""
+    """The interface of prices: seconds of operations."""
 
     def seconds(self, op: Op) -> float:
         """Return the seconds of an operation."""
@@ -110,7 +110,7 @@ class Pricer(Protocol):
         """Share of the shorter that is hidden when a collective and a computation both run."""
 
     def assumptions(self) -> tuple[str, ...]:
-        """Return every figure that the prices stand on."""
+        """Return every figure that the prices are computed from."""
 
 
 @dataclass(frozen=True)
@@ -135,8 +135,8 @@ class Prices:
         return efficiencies_of(self.cluster.node.accelerator.family, self.is_fitted)
 
     @cached_property
-    def groups(self) -> Mapping[str, Group]:
-        """Where the ranks of each axis lie; see Note [How ranks are numbered]."""
+    def groups(self) -> Mapping[str, RankGroup]:
+        """The placement of each axis's ranks on nodes; see Note [How ranks are numbered]."""
         sizes = {
             "tensor": self.candidate.tp,
             "context": self.candidate.cp,
@@ -144,20 +144,22 @@ class Prices:
             "replicate": self.candidate.num_replicas,
             "pipeline": self.candidate.pp,
         }
-        found, stride, per_node = {}, 1, self.cluster.node.num_accelerators
+        groups: dict[str, RankGroup] = {}
+        stride = 1
+        per_node = self.cluster.node.num_accelerators
         for axis, size in sizes.items():
             within = sizes["context"] if axis == "shard" else 1
-            found[axis] = place(size * within, stride // within, per_node)
+            groups[axis] = place(size * within, stride // within, per_node)
             stride *= size
         ep, region = self.candidate.ep, sizes["tensor"] * sizes["context"] * sizes["shard"]
-        found["ep"] = place(ep, 1, per_node)
-        found["efsdp"] = place(max(1, region // ep), ep, per_node)
-        return found
+        groups["ep"] = place(ep, 1, per_node)
+        groups["efsdp"] = place(max(1, region // ep), ep, per_node)
+        return groups
 
     def seconds(self, op: Op) -> float:
         """Return the seconds of an operation on one rank, all other ranks at work as well."""
         key = op.work, op.stream == "cpu", op.phase == "backward"
-        seconds = self._known.get(key)  # micro-batches and layers are alike
+        seconds = self._known.get(key)  # micro-batches and layers repeat
         if seconds is None:
             seconds = self._known[key] = self._seconds(*key)
         return seconds
@@ -196,7 +198,7 @@ class Prices:
         return device + launches
 
     def assumptions(self) -> tuple[str, ...]:
-        """Return every figure that these prices stand on, with its source, for the report."""
+        """Return every figure that the prices are computed from, with its source."""
         node = self.cluster.node
         chip, host = node.accelerator, node.host
         dtype = self.candidate.dtypes.compute
@@ -213,8 +215,8 @@ class Prices:
             ("disk write", host.nvme_write_bytes_per_s, "B/s", "of a node", host.source),
         ]
         figures += [
-            (name, each.value, "s" if name.endswith("_s") else "", each.meaning, each.source)
-            for name, each in self.efficiencies.items()
+            (name, share.value, "s" if name.endswith("_s") else "", share.meaning, share.source)
+            for name, share in self.efficiencies.items()
         ]
         if (ep := self.candidate.ep) > 1:
             meaning = "of the experts that tokens are sent to are other ranks': all get as many"
@@ -239,20 +241,20 @@ class Prices:
         return max(cost.flops / rate, memory_s) + ramps
 
     def _sent_seconds(self, cost: Cost) -> float:
-        """Return the seconds in which the ranks of a degree send each other so much.
+        """Return the seconds of collectives of tensor, context or expert parallelism.
 
-        Keys and values that are gathered take as long as those that go round a ring.
+        Gathered keys and values take as long as those that go round a ring.
         """
         axis, node = DEGREE_KINDS[cost.kind][0], self.cluster.node
         group = self.groups["ep" if axis == "expert" else axis]
-        n, each = group.num_ranks, cost.moved_bytes / cost.num_ops
+        n, num_bytes = group.num_ranks, cost.moved_bytes / cost.num_ops
         if n == 1:
             return 0.0
         if cost.kind == "tensor_parallel":
-            payload = each * n / (2 * (n - 1))
+            payload = num_bytes * n / (2 * (n - 1))
             return cost.num_ops * collective_seconds("all_reduce", payload, group, node)
         if cost.kind in ("context_exchange", "expert_parallel"):
-            return cost.num_ops * all_to_all_seconds(each, group, node)
+            return cost.num_ops * all_to_all_seconds(num_bytes, group, node)
         num = cost.num_ops * (n - 1)
         return num * send_seconds(cost.moved_bytes / num, group.num_nodes > 1, node)
 
@@ -276,7 +278,7 @@ _LOW_LATENCY_SHARE = 0.5
 
 
 @dataclass(frozen=True)
-class Curve:
+class SecondsCurve:
     """Seconds of one operation by its size, measured or published.
 
     See Note [Curves of seconds].
@@ -296,7 +298,7 @@ class Curve:
             raise ValueError("expected seconds that do not fall")
 
     @staticmethod
-    def through(unit: Unit, points: Sequence[tuple[float, float]]) -> Curve:
+    def through(unit: Unit, points: Sequence[tuple[float, float]]) -> SecondsCurve:
         """Make a curve of measured (size, seconds) that never falls.
 
         Noise only adds, so an operation takes at most as long as a larger one was measured to.
@@ -307,7 +309,7 @@ class Curve:
             shortest = min(shortest, seconds)
             kept.append((float(size), shortest))
         sizes, durations = zip(*reversed(kept), strict=True)
-        return Curve(unit, sizes, durations)
+        return SecondsCurve(unit, sizes, durations)
 
     def at(self, size: float) -> float:
         """Return the seconds of one operation of this size."""
@@ -329,8 +331,8 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Group:
-    """Ranks of one collective: so many in each of so many nodes (the smallest number, if mixed)."""
+class RankGroup:
+    """The ranks of one collective on nodes; ``ranks_per_node`` is the smallest number on a node."""
 
     num_ranks: int
     ranks_per_node: int
@@ -338,7 +340,7 @@ class Group:
 
 
 @cache
-def place(num_ranks: int, stride: int, ranks_per_node: int) -> Group:
+def place(num_ranks: int, stride: int, ranks_per_node: int) -> RankGroup:
     """Place ranks 0, stride, 2 * stride, ... on nodes that are filled one after the other."""
     if min(num_ranks, stride, ranks_per_node) < 1:
         raise ConfigError(
@@ -346,11 +348,11 @@ def place(num_ranks: int, stride: int, ranks_per_node: int) -> Group:
             "expected 1 or more of each"
         )
     counts = Counter(rank * stride // ranks_per_node for rank in range(num_ranks))
-    return Group(num_ranks, min(counts.values()), len(counts))
+    return RankGroup(num_ranks, min(counts.values()), len(counts))
 
 
 def collective_seconds(
-    kind: CollectiveKind, payload_bytes: float, group: Group, node: Node
+    kind: CollectiveKind, payload_bytes: float, group: RankGroup, node: Node
 ) -> float:
     """Return the seconds of a collective of ``payload_bytes`` (the whole, see ``Collective``).
 
@@ -374,25 +376,25 @@ def collective_seconds(
 def send_seconds(num_bytes: float, crosses_nodes: bool, node: Node) -> float:
     """Return the seconds of one message from a rank to another."""
     inner, outer = (0, 1) if crosses_nodes else (1, 0)
-    return _seconds(num_bytes, 1.0, inner, outer, Group(2, 1, 2 if crosses_nodes else 1), node)
+    return _seconds(num_bytes, 1.0, inner, outer, RankGroup(2, 1, 2 if crosses_nodes else 1), node)
 
 
-def all_to_all_seconds(sent_bytes: float, group: Group, node: Node) -> float:
-    """Return the seconds in which each rank sends so much in all, as much to each of the others.
+def all_to_all_seconds(sent_bytes: float, group: RankGroup, node: Node) -> float:
+    """Return the seconds of an all-to-all in which each rank sends ``sent_bytes`` in all.
 
-    Messages within the node and out of it travel at the same time.
+    Messages within the node and between nodes are sent at the same time.
     """
-    n, here = group.num_ranks, group.ranks_per_node
+    n, per_node = group.num_ranks, group.ranks_per_node
     if n == 1:
         return 0.0
-    each = sent_bytes / (n - 1)
-    inside = send_seconds(each * (here - 1), False, node) if here > 1 else 0.0
-    between = send_seconds(each * (n - here), True, node) if group.num_nodes > 1 else 0.0
+    message = sent_bytes / (n - 1)
+    inside = send_seconds(message * (per_node - 1), False, node) if per_node > 1 else 0.0
+    between = send_seconds(message * (n - per_node), True, node) if group.num_nodes > 1 else 0.0
     return max(inside, between)
 
 
 def _seconds(
-    payload: float, factor: float, inner: float, outer: float, group: Group, node: Node
+    payload: float, factor: float, inner: float, outer: float, group: RankGroup, node: Node
 ) -> float:
     """Return base and steps' latency, and the time on the slowest wire."""
     used = [(node.intra, payload, inner)]
@@ -410,7 +412,7 @@ def _seconds(
 
 
 @cache
-def wire(link: Link) -> Curve:
+def wire(link: Link) -> SecondsCurve:
     """Return the seconds on the wire of bytes over one link, by its curve.
 
     **Source** see Note [Bandwidth rises with the message].
@@ -425,4 +427,4 @@ def wire(link: Link) -> Curve:
     for size, rate in link.curve:
         sizes.append(size / lanes)
         seconds.append(max(seconds[-1], size / rate - start / factor))
-    return Curve("bytes", tuple(sizes), tuple(seconds))
+    return SecondsCurve("bytes", tuple(sizes), tuple(seconds))

@@ -1,4 +1,4 @@
-"""A decoder of any `DecoderShape`: what `shardwise train` trains and what a preset is traced as.
+"""The built-in decoder of any `DecoderShape`, for `shardwise train` and for tracing presets.
 
 Every module that owns parameters or buffers has `reset_parameters`, so the decoder can be built on
 the meta device and filled unit by unit, or traced there and never filled.
@@ -138,8 +138,7 @@ def _mixture(shape: DecoderShape, routing: Routing, out_std: float) -> MixtureOf
     shared = None
     if experts.shared:
         shared = FeedForward(replace(shape, ffn=experts.shared * experts.ffn), out_std)
-    widths = shape.dim, experts.ffn
-    return MixtureOfExperts(*widths, routing, shared, _INIT_STD, out_std)
+    return MixtureOfExperts(shape.dim, experts.ffn, routing, shared, _INIT_STD, out_std)
 
 
 class Block(nn.Module):
@@ -224,7 +223,9 @@ class PlainDecoder(nn.Module):
             )
         dense = experts.dense_layers if experts is not None else 0
         self.balance = balance
-        self.head_dim, self.checkpointed, self.dropout = shape.head_dim, checkpointed, dropout
+        self.head_dim = shape.head_dim
+        self.checkpointed = checkpointed
+        self.dropout = dropout
         self.rotary = shape.norm == "rms" and not shape.positions
         self.embedding = TokenEmbedding(shape.vocab, shape.dim)
         self.positions = TokenEmbedding(shape.positions, shape.dim) if shape.positions else None
@@ -246,8 +247,8 @@ class PlainDecoder(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return logits [B, T, V], or with targets their mean cross-entropy, fp32, in nats.
 
-        In training ``balance`` times the auxiliary loss is added to it. ``with_balance``: it is
-        not, and is returned beside logits or cross-entropy, as it is.
+        In training ``balance`` times the auxiliary loss is added to it. With ``with_balance`` the
+        auxiliary loss is returned beside the logits or the cross-entropy instead.
 
         **Shapes** ids and targets int64 [B, T]; ``positions`` int64 [T] or [1, T], 0 to T - 1
         where they are not given.
@@ -262,11 +263,11 @@ class PlainDecoder(nn.Module):
         if self.rotary:
             rotary = rotary_tables(positions.flatten(), self.head_dim)
         x, balances = run_blocks(self.blocks, x, rotary, self.checkpointed)
-        found: Tensor = self.head(self.norm(x))
+        result: Tensor = self.head(self.norm(x))
         if targets is not None:
-            found = token_loss(found, targets)
+            result = token_loss(result, targets)
         if with_balance:
-            return found, torch.stack(balances).sum() if balances else x.new_zeros(())
+            return result, torch.stack(balances).sum() if balances else x.new_zeros(())
         if targets is not None and self.balance and self.training and balances:
-            found = found + self.balance * torch.stack(balances).sum()
-        return found
+            result = result + self.balance * torch.stack(balances).sum()
+        return result

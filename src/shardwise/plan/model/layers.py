@@ -12,7 +12,7 @@ with a fused attention kernel, which keeps no scores. A line counts if all that 
 
 Note [Eager layers keep more]
 A compiled layer keeps the table's plain lines. Written in eager PyTorch it keeps copies too: the
-norm's input in float32, the activation's output apart from the product, norms that keep their input
+norm's input in float32, the activation's output beside the product, norms that keep their input
 and its scaled copy in float32, attention's output as the kernel wrote it and as the projection
 reads it, whole inputs of projections under tensor parallelism (torch's parallel layers gather them
 once), and the keys and values of all context ranks. tests/campaigns/composed.py compares the sums
@@ -97,12 +97,12 @@ class Execution:
 
     @property
     def is_eager(self) -> bool:
-        """Tell whether kernels and bytes are counted one by one, as eager PyTorch runs them."""
+        """True if kernels and bytes are counted one by one, as eager PyTorch runs them."""
         return self.implementation != "compiled"
 
     @property
     def runs_again(self) -> bool:
-        """Tell whether layers are computed again, in part or all, in backward.
+        """True if layers are computed again in backward, wholly or in part.
 
         Selective checkpointing leaves out the scores, of which a fused kernel keeps none.
         """
@@ -115,19 +115,20 @@ class Execution:
 
     @property
     def first(self) -> bool:
-        """Tell whether this stage has the embedding."""
+        """True if this stage has the embedding."""
         return self.pp_rank == 0
 
     @property
     def last(self) -> bool:
-        """Tell whether this stage has the head and the loss."""
+        """True if this stage has the head and the loss."""
         return self.pp_rank == self.pp - 1
 
     def layers_of(self, shape: DecoderShape) -> dict[int, DecoderShape]:
         """Return the layers of this stage by number, each as a shape with all layers like it."""
-        each, more = divmod(shape.layers, self.pp)
-        first = self.pp_rank * each + min(self.pp_rank, more)
-        return {i: shape.of_layer(i) for i in range(first, first + each + (self.pp_rank < more))}
+        per_stage, more = divmod(shape.layers, self.pp)
+        first = self.pp_rank * per_stage + min(self.pp_rank, more)
+        end = first + per_stage + (self.pp_rank < more)
+        return {i: shape.of_layer(i) for i in range(first, end)}
 
     @property
     def in_flight(self) -> int:
@@ -143,7 +144,7 @@ class Execution:
 
 
 def facts_of(shape: DecoderShape, run: Execution) -> frozenset[str]:
-    """Return what holds of a layer, in the words of the lines of ``data/layers.toml``.
+    """Return the properties of a layer, by their names in ``data/layers.toml``.
 
     ``many_heads``: a rank has several heads, whose outputs are copied to lie side by side.
     """
@@ -210,7 +211,7 @@ def layer_bytes(shape: DecoderShape, run: Execution) -> Mapping[str, int]:
 def _other_kv_width(shape: DecoderShape, run: Execution) -> int:
     """Return the width of keys, or values, that attention reads beside those of a rank's tokens.
 
-    Context ranks gather those of the others; by heads, or in a ring, they repeat their own.
+    Context ranks gather those of the others; by heads, or in a ring, they repeat local ones.
     """
     if run.cp == 1:
         return 0
@@ -228,8 +229,8 @@ def repeated_heads(shape: DecoderShape, run: Execution) -> int:
     groups = max(1, shape.heads // shape.kv_heads)
     if run.cp_method == "ring":
         return groups
-    here = max(1, shape.kv_heads // run.tp)
-    return next(n for n in range(1, groups + 1) if not groups % n and not here * n % run.cp)
+    local = max(1, shape.kv_heads // run.tp)
+    return next(n for n in range(1, groups + 1) if not groups % n and not local * n % run.cp)
 
 
 def kept_layer_bytes(shape: DecoderShape, run: Execution) -> int:
@@ -243,7 +244,7 @@ def kept_layer_bytes(shape: DecoderShape, run: Execution) -> int:
 
 
 def saved_bytes(shape: DecoderShape, run: Execution) -> int:
-    """Return the bytes of what a layer makes that checkpointing keeps, but for its input."""
+    """Return the bytes that checkpointing keeps of what a layer makes, without its input."""
     if run.activation_checkpointing != "per_op":
         return 0
     made = layer_bytes(shape, run)
@@ -308,9 +309,8 @@ def layer_costs(shape: DecoderShape, run: Execution, *, backward: bool = False) 
     if run.cp > 1:
         costs.append(_context_cost(shape, run, backward))
     if shape.experts is not None and run.ep > 1:
-        # What tokens cost on their way to experts of other ranks and back, and their counts, which
-        # have no gradient; see Note [Where a token goes] in `parallel.experts`. All experts get
-        # equally many.
+        # Tokens that are sent to experts of other ranks and back, and their counts, which have no
+        # gradient; see Note [Where a token goes] in `parallel.experts`. All experts get as many.
         others = run.ep - 1
         rows = -(-tokens // tp) * shape.experts.top_k * others // run.ep
         costs.append(Cost("expert_parallel", run.dtype, 0, 2 * rows * shape.dim * size, 2))
@@ -320,7 +320,7 @@ def layer_costs(shape: DecoderShape, run: Execution, *, backward: bool = False) 
 
 
 def _between_products(shape: DecoderShape, run: Execution, backward: bool) -> Cost:
-    """Return what the operations between products move; see the Notes.
+    """Return the cost of the operations between products; see the Notes.
 
     Compiled kernels of a dense layer move no more, and are no more, than eager ones.
     """
@@ -341,11 +341,11 @@ def _between_products(shape: DecoderShape, run: Execution, backward: bool) -> Co
 
 
 def _context_cost(shape: DecoderShape, run: Execution, backward: bool) -> Cost:
-    """Return what the ranks of a context group send each other; see `parallel.attention`.
+    """Return the cost of the collectives of a context group; see `parallel.attention`.
 
-    Keys and values are gathered, and their gradients swapped; or all vectors are swapped for those
-    of a rank's heads, and the results back; or keys and values go round a ring, in backward again
-    and with their gradients in float32.
+    With "gather", keys and values are gathered, and their gradients exchanged. With "heads", all
+    vectors are exchanged for those of a rank's heads, and the results back. With "ring", keys and
+    values go round a ring; in backward again, with their gradients in float32.
     """
     others, rows = run.cp - 1, run.tokens * DTYPE_BYTES[run.dtype]
     pairs = 2 * shape.kv_dim * repeated_heads(shape, run) // run.tp
@@ -360,12 +360,12 @@ def _context_cost(shape: DecoderShape, run: Execution, backward: bool) -> Cost:
 
 
 def _tensor_cost(shape: DecoderShape, run: Execution, backward: bool) -> Cost:
-    """Return what the ranks of a tensor group send each other.
+    """Return the cost of the collectives of a tensor group.
 
     Attention and a dense feed-forward gather the tokens and scatter the sums, or sum them at once:
     two passes of the stream over the ranks each. A mixture gathers the tokens, whose outputs are
-    whole on all ranks; shared experts are summed, in backward the gradients of gate's input and of
-    up's each by itself; where experts are spread, outputs are gathered.
+    whole on all ranks. Shared experts are summed; in backward the gradients of the inputs of gate
+    and up are summed separately. If experts are spread, outputs are gathered.
     """
     experts = shape.experts
     passes, num = 4, 2
@@ -378,7 +378,7 @@ def _tensor_cost(shape: DecoderShape, run: Execution, backward: bool) -> Cost:
 
 
 def recomputed_costs(shape: DecoderShape, run: Execution) -> tuple[Cost, ...]:
-    """Return what of a layer's forward runs once more inside backward.
+    """Return the costs of the part of a layer's forward that runs again inside backward.
 
     torch stops after the last tensor that backward needs, which leaves out the last product of a
     dense layer and its addition to the stream. In a compiled graph they are dead code.
@@ -420,8 +420,10 @@ def eager_cost(
         copies, float32, compute, kernels = passes[backward]
         if of == part and facts >= set(only.split()):
             copies = 0 if size == 4 else copies
-            each = copies * (4 + size) + 4 * float32 + size * compute
+            num_bytes = copies * (4 + size) + 4 * float32 + size * compute
             # Logits are whole on all ranks.
-            moved += times * each * widths[width] * run.tokens / (run.tp if width != "vocab" else 1)
+            moved += (
+                times * num_bytes * widths[width] * run.tokens / (run.tp if width != "vocab" else 1)
+            )
             num_kernels += times * (kernels + copies)
     return Cost("memory", run.dtype, 0, round(moved), num_kernels)

@@ -2,14 +2,14 @@
 
 Each method describes one stretch of work: the bytes alive beyond those at its begin, at its largest
 moment and at its end. Activations of the other micro-batches that a pipeline has in flight count
-from the tape's first work until its units have finished this one. Layers run in eager PyTorch,
-allocation by allocation; of compiled ones the table of bytes that they keep is another.
+from the tape's first work until its units have finished this one. The bytes are those of layers in
+eager PyTorch, allocation by allocation; compiled layers have another table of kept bytes.
 
-Note [Where the stream is]
+Note [The residual stream]
 The output of a layer is the input that the next one's first norm keeps. It exists from the
-embedding on, so a layer's own lines are those that it keeps except its input, and its output. In
-float32 the last norm keeps it until its backward; in other dtypes norms keep a float32 copy, and
-the stream itself is freed once the loss exists. Its gradient takes its place.
+embedding on, so a layer adds the bytes that it keeps except its input, and its output. In float32
+the last norm keeps the stream until its backward. In other dtypes norms keep a float32 copy, and
+the stream is freed once the loss exists. Its gradient replaces it.
 
 Note [Moments of a layer's backward]
 Autograd frees what a node kept as soon as the node has run, so the largest moment is not the one
@@ -39,9 +39,9 @@ from shardwise.plan.sizes import DTYPE_BYTES
 
 Live = tuple[LiveBytes, LiveBytes]  # at the largest moment, and at the end
 # The same, and the largest moment if each gradient is added to a sum at once.
-Moments = tuple[LiveBytes, LiveBytes, LiveBytes]
+BackwardLive = tuple[LiveBytes, LiveBytes, LiveBytes]
 # With all gradients so far, and with each one added to a sum and freed as soon as it is written.
-Moment = tuple[LiveBytes, LiveBytes]
+BackwardMoment = tuple[LiveBytes, LiveBytes]
 _EAGER = ("eager", "held")  # losses that are made of all logits in float32
 
 
@@ -53,7 +53,9 @@ class DecoderLive:
     """
 
     def __init__(self, shape: DecoderShape, run: Execution) -> None:
-        self.shape, self.run, self.layers = shape, run, [*run.layers_of(shape).values()]
+        self.shape = shape
+        self.run = run
+        self.layers = list(run.layers_of(shape).values())
         self.size = DTYPE_BYTES[run.dtype]
         self.stream = stream_bytes(shape, run)
         # The stream of all tokens that the ranks of a tensor group share, and as much if it is
@@ -83,7 +85,7 @@ class DecoderLive:
         rotary = 8 + (shape.head_dim * 4 if shape.norm == "rms" else 0)
         is_buffer = not run.first and self._norms_hold_input
         # Bytes of a micro-batch that are alive from its begin to its end.
-        self._own = (0 if is_buffer else self.stream) + run.seq // run.cp * rotary
+        self._always_alive = (0 if is_buffer else self.stream) + run.seq // run.cp * rotary
         # Bytes kept for the loss's backward, such as the log-softmax.
         self._kept_logits = run.tokens * shape.vocab * 4
         if run.loss not in _EAGER:
@@ -140,7 +142,7 @@ class DecoderLive:
     @cached_property
     def _kept_bytes(self) -> int:
         kinds = Counter(self.layers).items()
-        kept = sum(num * self._kept(kind) for kind, num in kinds) + self._own
+        kept = sum(num * self._kept(kind) for kind, num in kinds) + self._always_alive
         if not self.run.last:
             return kept
         stream = 0 if self._norms_hold_input else self.stream
@@ -154,8 +156,8 @@ class DecoderLive:
 
     def enter(self) -> Live:
         """Return the stream with its positions, and other micro-batches in flight."""
-        there = self.beside + self._own
-        return LiveBytes(there, self._gathered if self.run.first else 0), LiveBytes(there)
+        alive = self.beside + self._always_alive
+        return LiveBytes(alive, self._gathered if self.run.first else 0), LiveBytes(alive)
 
     def layer_forward(self, shape: DecoderShape) -> Live:
         """Return the bytes that a layer keeps, at its end beside updates and their sums."""
@@ -167,17 +169,20 @@ class DecoderLive:
         peak = LiveBytes(kept, passing)
         if shape.experts is not None:
             making = self._at_experts(shape)
-            if again:  # of what the layer makes, only its copies of tokens are there
+            if again:  # of the bytes that the layer makes, only its copies of tokens are alive
                 making = LiveBytes(kept, making.temporary)
             peak = max(peak, making, key=lambda moment: moment.total)
         # The caller of the layers has the embedding's output until they return. In float32 the
         # first norm keeps it anyway.
         is_held = self.run.first and len(self.layers) > 1 and not self._norms_hold_input
-        there = LiveBytes(peak.activations, peak.temporary + (self.stream if is_held else 0))
-        return there, LiveBytes(kept)
+        held = self.stream if is_held else 0
+        return LiveBytes(peak.activations, peak.temporary + held), LiveBytes(kept)
 
     def _at_experts(self, shape: DecoderShape) -> LiveBytes:
-        """Return the moment at which rows come back: as sent, arrived, made, sorted, received."""
+        """Return the moment at which rows return from experts.
+
+        They are alive as sent, received by the experts, computed, sorted, and received back.
+        """
         made, run = layer_bytes(shape, self.run), self.run
         to_come = made["output of experts"] + _sum(made, _FEED_FORWARD)
         temporary = (5 if run.ep > 1 else 2) * made["routed rows"]
@@ -200,7 +205,7 @@ class DecoderLive:
         stream = self.stream if self._norms_hold_input else 0
         return self._layer(shape) - stream - saved_bytes(shape, self.run)
 
-    def layer_backward(self, shape: DecoderShape, grads: Sequence[int]) -> list[Moments]:
+    def layer_backward(self, shape: DecoderShape, grads: Sequence[int]) -> list[BackwardLive]:
         """Return the largest of the moments of the Note, and the bytes freed."""
         alive = self._kept(shape) + self.run.runs_again * self._recomputed(shape)
         begin = [*self._feed_forward(shape)]
@@ -216,7 +221,7 @@ class DecoderLive:
             _largest(begin, LiveBytes(-gone, grad_full=grads[1])),
         ]
 
-    def _feed_forward(self, shape: DecoderShape) -> Iterator[Moment]:
+    def _feed_forward(self, shape: DecoderShape) -> Iterator[BackwardMoment]:
         """Yield the moments of a dense or shared feed-forward."""
         made, width = layer_bytes(shape, self.run), widths_of(shape, self.run)["ffn"]
         if not width:
@@ -229,7 +234,7 @@ class DecoderLive:
         freed = _sum(made, _FEED_FORWARD)
         yield _moment(-freed, wide + 2 * self._whole, num * matrix, matrix)
 
-    def _attention(self, shape: DecoderShape, grads: int, gone: int) -> Iterator[Moment]:
+    def _attention(self, shape: DecoderShape, grads: int, gone: int) -> Iterator[BackwardMoment]:
         """Yield the moments of query, key and value, and of the first norm.
 
         ``gone`` are bytes of the layer that another unit's backward has freed.
@@ -239,16 +244,16 @@ class DecoderLive:
         all_made = self._layer(shape) - gone
         projections = shape.dim * (shape.q_dim + 2 * shape.kv_dim) * self.size // run.tp
         matrix = shape.dim * shape.q_dim * self.size // run.tp
-        # Of the first norm; in float32 its input is what the layer before has made.
-        there = made["attention input"]
+        # Bytes of the first norm; in float32 its input is the output of the previous layer.
+        alive = made["attention input"]
         in_float32 = _sum(made, ("norms in float32", "normed"))
-        there += in_float32 // (4 if self._is_float32 else 2)
+        alive += in_float32 // (4 if self._is_float32 else 2)
         if run.cp > 1 and run.cp_method == "ring":
-            there += _sum(made, _ATTENDED)
-            yield _moment(there - all_made, self._ring(shape), grads - projections, 0)
+            alive += _sum(made, _ATTENDED)
+            yield _moment(alive - all_made, self._ring(shape), grads - projections, 0)
         if run.cp > 1 and run.cp_method == "gather":
             swapped = shape.q_dim * heads + self._swapped(shape)
-            yield _moment(there - all_made, swapped, grads - projections, matrix)
+            yield _moment(alive - all_made, swapped, grads - projections, matrix)
         # Out of the kernel come gradients of the keys and values of all context ranks.
         left = _sum(made, _BEFORE_ATTENTION)
         flows = (shape.q_dim + 2 * shape.kv_dim * run.cp) * heads + self._whole + self.stream
@@ -260,26 +265,26 @@ class DecoderLive:
         yield _moment(left - all_made, norms + self._whole, grads, 0)
 
     def _swapped(self, shape: DecoderShape) -> int:
-        """Bytes that gradients of gathered keys and values have on their way back to their ranks.
+        """Bytes alive while gradients of gathered keys and values are sent back to their ranks.
 
-        Of all ranks' keys, as the kernel made them and as they arrive; their sum in float32, for
-        which a CPU copies all of them in it; and the gradient of the stream beside attention.
+        These are the gradients for all ranks' keys, as the kernel made them and as received; their
+        sum in float32, for which a CPU casts a copy of all; and the gradient of the stream.
         """
-        own = 2 * shape.kv_dim * self.run.tokens // self.run.tp
-        copied = own * self.run.cp * 4 if self.run.on_cpu and not self._is_float32 else 0
-        return 2 * self.run.cp * own * self.size + copied + 4 * own + self.stream
+        local = 2 * shape.kv_dim * self.run.tokens // self.run.tp
+        copied = local * self.run.cp * 4 if self.run.on_cpu and not self._is_float32 else 0
+        return 2 * self.run.cp * local * self.size + copied + 4 * local + self.stream
 
     def _ring(self, shape: DecoderShape) -> int:
         """Bytes of torch's ring attention in backward, when gradients arrive on the first rank.
 
-        Keys and values have as many heads as queries. There are those gathered and those sent;
-        sums of gradients in float32, a pair of them sent and one received; what the kernel made of
-        the rank's own keys, and makes of the next ones for half of the queries; the gradient of
-        the output as it came, contiguous, and its half.
+        Keys and values have as many heads as queries. Alive are gathered and sent ones; sums of
+        gradients in float32, a pair of them sent and one received; the kernel's results for the
+        rank's keys, and for the next ones and half of the queries; and the gradient of the output
+        as received, contiguous, and its half.
         """
-        own = self.run.tokens * shape.q_dim // self.run.tp
+        local = self.run.tokens * shape.q_dim // self.run.tp
         halves = 2 * (2 * self.run.cp + 2 + 3 + 2 + 2) + 1 + 1
-        return halves * own // 2 * self.size + 7 * own * 4 + self.stream
+        return halves * local // 2 * self.size + 7 * local * 4 + self.stream
 
     def _of_shared(self, made: Mapping[str, int]) -> int:
         """Bytes that the backward of shared experts frees.
@@ -288,11 +293,11 @@ class DecoderLive:
         """
         return (0 if self._norms_hold_input else made["ffn input"]) + _sum(made, _FEED_FORWARD)
 
-    def _experts(self, shape: DecoderShape) -> Iterator[Moment]:
-        """Yield the weighing of what experts made, the first and last expert, and the stacks.
+    def _experts(self, shape: DecoderShape) -> Iterator[BackwardMoment]:
+        """Yield the moments of the scaled outputs, the first and last expert, and the stacking.
 
-        The incoming gradient lives until the last expert has read its part. Then their gradients
-        are joined, and each weight's gradients are stacked, which takes as much again.
+        The incoming gradient is alive until the last expert has read its part. Then the experts'
+        gradients are joined, and each weight's gradients are stacked, which takes as much again.
         """
         assert shape.experts is not None
         run, made = self.run, layer_bytes(shape, self.run)
@@ -306,7 +311,7 @@ class DecoderLive:
         product = made["last input of experts"] // num
         passing = flow + (rows if num > 1 else 0) + 3 * one
         yield _moment(-freed - product, passing + matrix, of_shared, 0)
-        # Of the last expert all is there that it keeps, and all copies of tokens.
+        # The last expert's kept bytes and all copies of tokens are alive.
         kept = _sum(made, _EXPERTS)
         left, freed = rows + (kept - rows) // num, freed + kept
         passing = flow + rows + rows * (num - 1) // num + one
@@ -330,7 +335,7 @@ class DecoderLive:
         return normed + (0 if self._norms_hold_input else upcast) + self._whole
 
     def loss(self) -> Live:
-        """Return what the loss adds to the logits, and what it keeps.
+        """Return the bytes that the loss allocates beside the logits, and those that it keeps.
 
         In eager PyTorch these are the log-softmax and, in other dtypes than float32, the logits in
         float32.
@@ -352,8 +357,8 @@ class DecoderLive:
             return peak, LiveBytes(logits=self._logits - self._kept_logits)
         kept = logit_bytes(self.shape, self.run, "kept")
         more = logit_bytes(self.shape, self.run, "backward") - kept
-        there = self._logits - kept
-        return LiveBytes(temporary=self.stream, logits=max(more, there)), LiveBytes(logits=there)
+        net = self._logits - kept
+        return LiveBytes(temporary=self.stream, logits=max(more, net)), LiveBytes(logits=net)
 
     def head_backward(self, head: int) -> Live:
         """Return the bytes of the gradients of the head and of its input, and the bytes freed."""
@@ -369,7 +374,7 @@ class DecoderLive:
         they are reduced.
         """
         others = table * (self.run.tp - 1)
-        freed = LiveBytes(-self._own, logits=-self._output, grad_full=grads + others)
+        freed = LiveBytes(-self._always_alive, logits=-self._output, grad_full=grads + others)
         if not self.run.first:
             return LiveBytes(), freed
         return LiveBytes(temporary=self._gathered, grad_full=table + others), freed
@@ -379,14 +384,14 @@ def _sum(made: Mapping[str, int], names: Sequence[str]) -> int:
     return sum(made.get(name, 0) for name in names)
 
 
-def _largest(moments: Sequence[Moment], net: LiveBytes) -> Moments:
+def _largest(moments: Sequence[BackwardMoment], net: LiveBytes) -> BackwardLive:
     written = max((written for written, _ in moments), key=lambda moment: moment.total)
     summed = max((summed for _, summed in moments), key=lambda moment: moment.total)
     return written, net, summed
 
 
-def _moment(activations: int, temporary: int, grads: int, last: int) -> Moment:
-    """Return a moment; ``last`` are bytes of the gradient that no sum has taken yet."""
+def _moment(activations: int, temporary: int, grads: int, last: int) -> BackwardMoment:
+    """Return a moment; ``last`` are bytes of the gradient that is not added to a sum yet."""
     return (
         LiveBytes(activations, temporary, grad_full=grads),
         LiveBytes(activations, temporary, grad_full=last),
@@ -395,11 +400,19 @@ def _moment(activations: int, temporary: int, grads: int, last: int) -> Moment:
 
 _FEED_FORWARD = ("activation input", "up", "activation output", "last input")
 _EXPERTS = (
-    *("gate of experts", "up of experts", "activations of experts", "last input of experts"),
+    "gate of experts",
+    "up of experts",
+    "activations of experts",
+    "last input of experts",
     "routed rows",
 )
 _ATTENDED = ("query", "key, value", "other key, value", "attention output", "log-sum-exp")
 _BEFORE_ATTENTION = (
-    *("norms in float32", "norm inputs", "attention input", "query norm", "key norm"),
-    *("query", "key, value"),
+    "norms in float32",
+    "norm inputs",
+    "attention input",
+    "query norm",
+    "key norm",
+    "query",
+    "key, value",
 )

@@ -38,9 +38,16 @@ Loss = Callable[[nn.Module, Any], Tensor]
 _LIKE_LLAMA = ("llama", "mistral", "qwen2", "qwen3")
 # Older keys that transformers still reads, and keys that a hub adds.
 _ALSO_READ = (
-    *("torch_dtype", "rope_theta", "rope_scaling", "partial_rotary_factor", "n_ctx"),
-    *("auto_map", "quantization_config", "task_specific_params"),
-    *("output_attentions", "attn_implementation"),
+    "torch_dtype",
+    "rope_theta",
+    "rope_scaling",
+    "partial_rotary_factor",
+    "n_ctx",
+    "auto_map",
+    "quantization_config",
+    "task_specific_params",
+    "output_attentions",
+    "attn_implementation",
 )
 
 
@@ -51,8 +58,8 @@ class ModelSource:
     ``build(checkpointed)`` returns a new module; ``make_batch(micro_batch, seq)`` and
     ``loss(model, batch)`` are called on fake tensors. ``seq`` is the usual window, ``max_seq`` the
     longest that the model takes (None: any). ``shape`` is set if there are formulas for the model
-    too; ``eager`` says how its layers are written. ``fed`` ends the error of a module that fails:
-    it describes the batch.
+    too; ``eager`` is the implementation of its layers. ``batch_hint`` is added to the error of a
+    module that fails; it describes the batch.
     """
 
     name: str
@@ -64,15 +71,15 @@ class ModelSource:
     shape: DecoderShape | None = None
     eager: Implementation = "decoder"
     notes: tuple[str, ...] = ()
-    fed: str = ""
+    batch_hint: str = ""
 
     def window(self, seq: int | None) -> int:
         """Return the tokens of a window: ``seq``, or the usual ones. **Raises** ConfigError."""
-        asked = self.seq if seq is None else seq
-        if asked < 1 or (self.max_seq is not None and asked > self.max_seq):
+        length = self.seq if seq is None else seq
+        if length < 1 or (self.max_seq is not None and length > self.max_seq):
             most = "" if self.max_seq is None else f" to {self.max_seq}"
-            raise ConfigError(f"seq={asked}: {self.name} takes windows of 1{most} tokens")
-        return asked
+            raise ConfigError(f"seq={length}: {self.name} takes windows of 1{most} tokens")
+        return length
 
 
 class TracedModel:
@@ -144,7 +151,7 @@ class TracedModel:
                 units=candidate.units,
             )
         except ConfigError as error:
-            raise ConfigError(f"{error}{self._source.fed}") from error
+            raise ConfigError(f"{error}{self._source.batch_hint}") from error
         params = [p for u in tape.units for p in u.params if not p.gets_grad]
         if params:
             count = format_count(sum(prod(p.shape) for p in params))
@@ -377,14 +384,18 @@ def factory_source(path: Path, attribute: str, *, seq: int = 2048) -> ModelSourc
             checkpoint_layers(made)
         return made
 
-    fed = (
+    batch_hint = (
         f"; it was fed int64 token ids, as {path} has no example_batch(micro_batch, seq): write "
         "one that returns what the model takes, such as images, and loss(model, batch)"
     )
     return ModelSource(
-        *(name, seq, build, make_batch or _ids, loss or _next_token_loss),
+        name=name,
+        seq=seq,
+        build=build,
+        make_batch=make_batch or _ids,
+        loss=loss or _next_token_loss,
         notes=tuple(_notes(model)),
-        fed="" if make_batch else fed,
+        batch_hint="" if make_batch else batch_hint,
     )
 
 
@@ -404,12 +415,12 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def _function(file: ModuleType, name: str, path: Path) -> Callable[..., Any]:
-    found: Callable[..., Any] | None = getattr(file, name, None)
-    if found is None or not callable(found):
+    function: Callable[..., Any] | None = getattr(file, name, None)
+    if function is None or not callable(function):
         names = [n for n, v in vars(file).items() if callable(v) and not n.startswith("_")]
         hint = near_miss(name, names, f"; it has {', '.join(names) or 'none'}")
         raise ConfigError(f"model: {path} has no function {name!r}{hint}")
-    return found
+    return function
 
 
 def _call_factory(factory: Callable[[], Any], name: str) -> nn.Module:

@@ -29,8 +29,8 @@ from shardwise.plan.model.tape import (
     Tape,
     TapeParam,
     TapeUnit,
+    UnitWork,
     Visit,
-    Work,
 )
 
 # Fields of an `Execution` that are the candidate's.
@@ -63,7 +63,8 @@ class ShapedModel:
         self.name = name
         self.seq = seq
         self._shape = shape
-        self._eager, self._notes = eager, notes
+        self._eager = eager
+        self._notes = notes
         self._tapes: dict[Execution, Tape] = {}
 
     @property
@@ -79,9 +80,13 @@ class ShapedModel:
     @property
     def notes(self) -> tuple[str, ...]:
         """Remarks for the user on how the tapes are made."""
-        how = "by the formulas of the model's shape, with flash attention; nothing is traced"
-        even = "routers are taken to send as many tokens to each expert as to any other"
-        return (*self._notes, how, *([even] if self._shape.experts is not None else []))
+        notes = [
+            *self._notes,
+            "by the formulas of the model's shape, with flash attention; nothing is traced",
+        ]
+        if self._shape.experts is not None:
+            notes.append("routers are taken to send as many tokens to each expert as to any other")
+        return tuple(notes)
 
     def check_degrees(self, candidate: Candidate) -> None:
         """Refuse degrees that leave a rank with a part of a head, of a token or of a layer.
@@ -133,17 +138,17 @@ class ShapedModel:
         return self._tapes[run]
 
     def lower_bounds(self, candidate: Candidate) -> tuple[tuple[Cost, ...], int, int]:
-        """Return lower bounds of a micro-batch on the first stage: its costs, and bytes.
+        """Return lower bounds of a micro-batch on the first stage: (costs, bytes, input bytes).
 
-        The first are alive at once, without gradients; the second, a part of them, are inputs of
+        The bytes are alive at once, without gradients. Of these, the input bytes are those of
         checkpointed blocks.
         """
         tape = self.tape(candidate)
-        works = [event for event in tape.events if isinstance(event, Work)]
-        there = most = 0
+        works = [event for event in tape.events if isinstance(event, UnitWork)]
+        alive = most = 0
         for work in works:
-            most = max(most, there + work.peak.total - work.peak.grad_full)
-            there += work.net.total - work.net.grad_full
+            most = max(most, alive + work.peak.total - work.peak.grad_full)
+            alive += work.net.total - work.net.grad_full
         inputs = sum(e.input_bytes for e in tape.events if isinstance(e, Visit))
         counts = Counter(cost for work in works for cost in work.costs)
         costs = (
@@ -158,12 +163,12 @@ class ShapedModel:
         Of middle stages with layers of the same kinds, it is the first one, which has the most
         micro-batches in flight.
         """
-        found: dict[object, int] = {}
+        first_of_kind: dict[object, int] = {}
         for stage in range(candidate.pp):
             run = self._execution(candidate, stage)
             kinds = Counter(run.layers_of(self._shape).values())
-            found.setdefault((run.first, run.last, frozenset(kinds.items())), stage)
-        return {stage: self.tape(candidate, stage) for stage in found.values()}
+            first_of_kind.setdefault((run.first, run.last, frozenset(kinds.items())), stage)
+        return {stage: self.tape(candidate, stage) for stage in first_of_kind.values()}
 
     def boundary_bytes(self, candidate: Candidate) -> int:
         """Return the bytes of a micro-batch that a rank sends to the next stage."""
@@ -178,7 +183,7 @@ class ShapedModel:
             all_forward_first=candidate.pp_schedule == "gpipe",
             dtype=candidate.dtypes.compute,
             implementation="compiled" if is_compiled else self._eager,
-            # Compiled layers have the bytes of theirs by the table of losses.
+            # Compiled layers free the logits early, as the row "freed" of the table of losses.
             loss="freed" if is_compiled and candidate.loss == "eager" else candidate.loss,
             on_cpu=candidate.transport == "point_to_point",
             **{name: getattr(candidate, name) for name in _SAME},
@@ -200,21 +205,21 @@ def _tape(shape: DecoderShape, run: Execution) -> Tape:
     passes: list[tuple[_Layer, range]] = []
     whole = range(1)  # the units that run with the model: the root, and experts of a layer in it
     for number, kind in kinds.items():
-        own = [replace(u, name=f"layers.{number}{u.name}") for u in made[kind].units]
+        layer_units = [replace(u, name=f"layers.{number}{u.name}") for u in made[kind].units]
         if len(kinds) == 1:
-            units += own[1:]
-            whole = range(len(own))
+            units += layer_units[1:]
+            whole = range(len(layer_units))
             passes.append((made[kind], range(0)))
             continue
-        passes.append((made[kind], range(len(units), len(units) + len(own))))
-        units += own
+        passes.append((made[kind], range(len(units), len(units) + len(layer_units))))
+        units += layer_units
     begin = range(1 if embedding else 0, 2 if embedding else 0)
     end = range(len(units), len(units) + 1) if head else range(0)
     units += [head] if head else []
     # A checkpoint around a layer saves the stream that comes in.
     input_bytes = live.stream if run.runs_again else 0
     enter, forward, loss, loss_backward, head_backward, norm_backward, leave = _ends(live)
-    events: list[Work | Visit] = [Visit("before_forward", unit) for unit in whole]
+    events: list[UnitWork | Visit] = [Visit("before_forward", unit) for unit in whole]
     events += _called(begin, enter)
     for layer, numbers in passes:
         events += _called(numbers, layer.forward, input_bytes=input_bytes)
@@ -248,9 +253,9 @@ def _tape(shape: DecoderShape, run: Execution) -> Tape:
 
 
 def _called(
-    units: range, work: Work, recomputes: bool = False, input_bytes: int = 0
-) -> list[Work | Visit]:
-    """Return a forward pass of one module, and of all units that it is; none: it is the root's."""
+    units: range, work: UnitWork, recomputes: bool = False, input_bytes: int = 0
+) -> list[UnitWork | Visit]:
+    """Return a forward pass of one module, with visits of its units; without units: of the root."""
     return [
         *(Visit("before_forward", n, recomputes, input_bytes * (n == units[0])) for n in units),
         replace(work, unit=units[0] if units else 0),
@@ -259,17 +264,17 @@ def _called(
 
 
 def _passed(
-    units: range, whole: range, *works: Work, again: Work | None = None
-) -> list[Work | Visit]:
-    """Return a backward pass of one module, each unit with its work, that of the first one last.
+    units: range, whole: range, *works: UnitWork, again: UnitWork | None = None
+) -> list[UnitWork | Visit]:
+    """Return a backward pass of one module, with the work of each unit, the first unit's last.
 
-    Where the module is no unit, its works are those of ``whole``.
+    If the module is no unit, its works belong to the units of ``whole``.
     """
-    mine = units or whole
+    working = units or whole
     return [
         *(Visit("before_backward", unit) for unit in reversed(units)),
         *(_called(units, again, recomputes=True) if again else ()),
-        *reversed([replace(work, unit=unit) for unit, work in zip(mine, works, strict=False)]),
+        *reversed([replace(work, unit=unit) for unit, work in zip(working, works, strict=False)]),
         *(Visit("after_backward", unit) for unit in units),
     ]
 
@@ -283,20 +288,20 @@ def _work(
     net: LiveBytes = _NONE,
     *costs: Cost,
     sums: bool = False,
-) -> Work:
+) -> UnitWork:
     """Return a work of the root; ``sums``: its peak is the same if gradients are summed at once."""
     if sums:
-        return Work(0, phase, costs, peak, net, peak, replace(net, grad_full=0))
-    return Work(0, phase, costs, peak, net)
+        return UnitWork(0, phase, costs, peak, net, peak, replace(net, grad_full=0))
+    return UnitWork(0, phase, costs, peak, net)
 
 
 class _Layer(NamedTuple):
     """One layer: its units, that of its spread experts second if it has any, and their passes."""
 
     units: tuple[TapeUnit, ...]
-    forward: Work
-    recompute: Work
-    backward: list[Work]  # of each unit
+    forward: UnitWork
+    recompute: UnitWork
+    backward: list[UnitWork]  # of each unit
 
 
 def _layer(shape: DecoderShape, live: DecoderLive) -> _Layer:
@@ -309,14 +314,17 @@ def _layer(shape: DecoderShape, live: DecoderLive) -> _Layer:
         _work("forward", *live.layer_forward(shape), *layer_costs(shape, run)),
         _work("recompute", *live.recompute(shape), *recomputed_costs(shape, run)),
         [
-            Work(1, "backward", cost, peak, net, summed, replace(net, grad_full=0))
+            UnitWork(1, "backward", cost, peak, net, summed, replace(net, grad_full=0))
             for cost, (peak, net, summed) in zip(costs, moments, strict=False)
         ],
     )
 
 
-def _ends(live: DecoderLive) -> tuple[Work, Work, Work, Work, Work, Work, Work]:
-    """Return what a rank does beside its layers, in program order; without an end it is nothing."""
+def _ends(live: DecoderLive) -> tuple[UnitWork, ...]:
+    """Return the seven works of a rank beside its layers, in program order.
+
+    Works of an end of the model that the stage does not have are empty.
+    """
     shape, run, size = live.shape, live.run, live.size
     # Tables of positions are tiny; transformers makes more of them, and a mask.
     kernels = {"decoder": 10, "transformers": 17}.get(run.implementation, 2)
@@ -349,7 +357,7 @@ def _ends(live: DecoderLive) -> tuple[Work, Work, Work, Work, Work, Work, Work]:
     else:
         have = run.tokens * shape.vocab // run.tp * size
         moves = max(of_loss[0].logits, have), max(again[0].logits, 0)
-        costs = [Cost("memory", "float32", 0, 3 * each, 4) for each in moves]
+        costs = [Cost("memory", "float32", 0, 3 * num_bytes, 4) for num_bytes in moves]
     return (
         enter,
         _work("forward", peak, net, product, *norm),
@@ -367,8 +375,8 @@ def _end_units(
 ) -> tuple[TapeUnit | None, TapeUnit, TapeUnit | None]:
     """Return the units beside the layers: embedding, root and head; None if the root has it.
 
-    A table that belongs to one end alone, and is as large as one of ``layers``, is a unit, as in
-    `layout.units`; and a single layer belongs to the root with all that is there.
+    A table that belongs to one end only, and is as large as one of ``layers``, is a unit, as in
+    `layout.units`. A single layer belongs to the root, with all other parameters.
     """
     alone = layers[0] if len(layers) == 1 else None
     shares = shape.tied and run.first and run.last

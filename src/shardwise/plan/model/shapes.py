@@ -20,12 +20,30 @@ from shardwise.spelling import did_you_mean
 NormKind = Literal["layer", "rms"]
 _SIZES = frozenset(
     (
-        *("hidden_size", "n_embd", "d_model", "dim", "head_dim", "vocab_size"),
-        *("intermediate_size", "ffn_dim", "n_inner", "moe_intermediate_size"),
-        *("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
-        *("num_attention_heads", "n_head", "n_heads", "num_key_value_heads"),
-        *("max_position_embeddings", "n_positions"),
-        *("num_local_experts", "num_experts", "n_routed_experts", "num_experts_per_tok"),
+        "hidden_size",
+        "n_embd",
+        "d_model",
+        "dim",
+        "head_dim",
+        "vocab_size",
+        "intermediate_size",
+        "ffn_dim",
+        "n_inner",
+        "moe_intermediate_size",
+        "num_hidden_layers",
+        "n_layer",
+        "n_layers",
+        "num_layers",
+        "num_attention_heads",
+        "n_head",
+        "n_heads",
+        "num_key_value_heads",
+        "max_position_embeddings",
+        "n_positions",
+        "num_local_experts",
+        "num_experts",
+        "n_routed_experts",
+        "num_experts_per_tok",
     )
 )
 _MAX_KEYS = 1000
@@ -52,7 +70,7 @@ class Matrix(NamedTuple):
 
 def count_params(matrices: Sequence[Matrix]) -> int:
     """Return the number of parameters of matrices and their biases."""
-    return sum(each.numel + each.bias * each.rows for each in matrices)
+    return sum(matrix.numel + matrix.bias * matrix.rows for matrix in matrices)
 
 
 @dataclass(frozen=True)
@@ -226,7 +244,13 @@ class DecoderShape:
 def gpt_shape(layers: int, dim: int, heads: int, vocab: int, *, positions: int = 0) -> DecoderShape:
     """Return a GPT-2/GPT-3 shape: LayerNorm, biases, 4 dim wide GELU, tied head."""
     return DecoderShape(
-        *(layers, dim, heads, heads, dim // heads, 4 * dim, vocab),
+        layers=layers,
+        dim=dim,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=dim // heads,
+        ffn=4 * dim,
+        vocab=vocab,
         gated=False,
         norm="layer",
         norm_bias=True,

@@ -1,9 +1,9 @@
 """Tapes: one micro-batch of a model in program order, independent of its sharding.
 
 A tape has two kinds of events. A `Visit` is a moment at which the engine is called: a unit's
-forward or backward begins or ends. A `Work` is what the model itself does between two visits: its
-operations by class, and how the bytes that it keeps alive change. Tracing a module makes a tape,
-and so do the formulas of a decoder; playing a tape under a `Candidate` makes the step.
+forward or backward begins or ends. A `UnitWork` is the model's work between two visits: its
+operations by class, and the change of the bytes that it keeps alive. A tape is made by tracing a
+module, or from the formulas of a decoder. Playing a tape under a `Candidate` makes the step.
 """
 
 from dataclasses import dataclass
@@ -25,8 +25,8 @@ CostKind = Literal[
     "context_ring",
     "expert_parallel",
 ]
-# Collectives inside the model: the degree that they are of, and their name in what
-# `shardwise.debug.counting` counts; ``tp.sent`` is all of tensor parallelism, in the layers.
+# Collectives inside the model: their degree, and their name in `shardwise.debug.counting`.
+# ``tp.sent`` has all collectives of tensor parallelism in the layers.
 DEGREE_KINDS: dict[CostKind, tuple[str, str]] = {
     "tensor_parallel": ("tensor", "tp.sent"),
     "context_gather": ("context", "cp.all_gather"),
@@ -40,7 +40,7 @@ DEGREE_KINDS: dict[CostKind, tuple[str, str]] = {
 class TapeParam:
     """One parameter as the model has it: full shape, and its dtype before any precision.
 
-    ``gets_grad`` is False where no backward pass writes a gradient although it is trained.
+    ``gets_grad`` is False if it is trained but no backward pass writes its gradient.
     """
 
     name: str
@@ -55,9 +55,9 @@ class TapeUnit:
     """One unit: the parameters that it owns, in the order in which the layout places them.
 
     ``backward_reads_params`` is False for an embedding, whose backward needs the ids alone.
-    ``experts_over``: they are experts spread over ranks, and what a rank has of them is sharded
-    over other ranks than the candidate's shards: so many times as many. ``comes_last``: what it
-    trains stands behind all other units' in the order of the model's parameters.
+    ``experts_over`` is set for experts that are spread over ranks: a rank's experts are sharded
+    over this many times the candidate's shards. ``comes_last``: in the order of the model's
+    parameters its trained ones follow those of all other units.
     """
 
     name: str
@@ -108,7 +108,7 @@ class LiveBytes(Lines):
 
     ``activations`` outlive the work that made them, ``temporary`` do not; ``logits`` are those of
     the head's output and the loss, of either kind; ``grad_full`` are full gradients of parameters
-    as autograd writes them, which the engine takes away.
+    that autograd writes, until the engine takes them.
     """
 
     activations: int = 0
@@ -118,14 +118,13 @@ class LiveBytes(Lines):
 
 
 @dataclass(frozen=True)
-class Work:
+class UnitWork:
     """Operations of the model between two visits, inside the forward or backward of ``unit``.
 
-    ``net`` are the bytes alive at its end less those at its begin (negative where backward frees;
-    ``net.temporary`` is 0). ``peak`` is the same at the moment inside it at which the total is
-    largest; if that is the begin, all zeros. ``summed_peak`` and ``summed_net`` are these two
-    where each gradient is added to a sum that exists, and freed, as soon as it is written; None
-    where that is not known.
+    ``net`` are the bytes alive at its end less those at its begin (negative if backward frees;
+    ``net.temporary`` is 0). ``peak`` is the same for the moment with the largest total; all zeros
+    if that is the begin. ``summed_peak`` and ``summed_net`` are these two if each gradient is added
+    to an existing sum and freed as soon as it is written; None if that is not known.
     """
 
     unit: int
@@ -139,10 +138,10 @@ class Work:
 
 @dataclass(frozen=True)
 class Visit:
-    """The engine is called for a unit; ``recomputes``: a forward inside backward, checkpointing.
+    """A call of the engine for a unit; ``recomputes``: a forward inside backward (checkpointing).
 
-    ``input_bytes`` are saved by a checkpoint for the block that begins here, from tensors computed
-    before it; 0 for any other visit.
+    ``input_bytes`` are those of computed inputs that a checkpoint saves for the block that begins
+    with this visit; 0 for any other visit.
     """
 
     kind: VisitKind
@@ -157,13 +156,13 @@ class Tape:
 
     ``units`` has the root first and then module order, as the engine numbers them. ``input_bytes``
     are alive from begin to end, ``buffer_bytes`` (module buffers) for the whole run;
-    ``first_bytes`` are activations that are alive in the first micro-batch of a step alone,
-    ``end_bytes`` those that are when a pipeline's stage is reduced after its last one.
+    ``first_bytes`` are activations that are alive only in the first micro-batch of a step,
+    ``end_bytes`` those that are alive when a pipeline's stage is reduced after its last one.
     ``in_flight`` micro-batches of a pipeline are between their forward and their backward.
     """
 
     units: tuple[TapeUnit, ...]
-    events: tuple[Work | Visit, ...]
+    events: tuple[UnitWork | Visit, ...]
     compute_dtype: DtypeName
     input_bytes: int = 0
     buffer_bytes: int = 0
@@ -179,7 +178,7 @@ class Tape:
         """
         flops: dict[DtypeName, int] = {}
         for event in self.events:
-            for cost in event.costs if isinstance(event, Work) else ():
+            for cost in event.costs if isinstance(event, UnitWork) else ():
                 if cost.kind == "matmul":
                     flops[cost.dtype] = flops.get(cost.dtype, 0) + cost.flops
         return max(flops, key=lambda d: flops[d]) if any(flops.values()) else self.compute_dtype

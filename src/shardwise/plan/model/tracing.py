@@ -1,18 +1,19 @@
-"""Traces one micro-batch of a torch module on fake tensors: a `Tape`. Needs no accelerator.
+"""The tracer of modules: one micro-batch on fake tensors becomes a `Tape`, without an accelerator.
 
 Note [Bytes alive]
-The tape books what the module's operations allocate. Parameters are not in it (the engine owns
-them), inputs and buffers are apart. A full gradient is booked from the moment autograd writes it;
-at the unit's ``after_backward`` it is the engine's and leaves the books without a negative entry:
-summed over a tape, ``net.grad_full`` is the gradients of one micro-batch, and all else is zero.
+The tape books the bytes that the module's operations allocate. Parameters are left out (the engine
+owns them); inputs and buffers are booked separately. A full gradient is booked from the moment
+autograd writes it. At the unit's ``after_backward`` the engine takes it, which the tape does not
+book: summed over a tape, ``net.grad_full`` is the gradients of one micro-batch, and all other sums
+are zero.
 
-A player takes a unit's gradients away at its ``after_backward``: they are all that works booked
-for its parameters, those of other units that use them included. A tied weight's gradient is booked
-from the first of its parts on, which autograd holds until the last has come.
+A player frees a unit's gradients at its ``after_backward``: all that was booked for its parameters,
+also in works of other units that use them. A tied weight's gradient is booked from its first part
+on, which autograd holds until the last part is computed.
 
 Note [Which bytes are logits]
-Those of tensors as wide as the vocabulary, which is the largest embedding of the model. A model
-without one has no logits; its last bytes count as activations.
+Logits are tensors as wide as the vocabulary, which is the largest embedding of the model. In a
+model without embeddings nothing counts as logits; its outputs count as activations.
 """
 
 import copy
@@ -41,11 +42,11 @@ from shardwise.plan.model.tape import (
     Tape,
     TapeParam,
     TapeUnit,
+    UnitWork,
     Visit,
     VisitKind,
-    Work,
 )
-from shardwise.plan.model.tracking import Change, Tracker, dtype_name
+from shardwise.plan.model.tracking import StorageChange, Tracker, dtype_name
 from shardwise.plan.sizes import DtypeName
 
 Batch = TypeVar("Batch")
@@ -72,12 +73,11 @@ def trace(
     read. ``make_batch`` is called where every new tensor is fake; ``loss(model, batch)`` calls the
     model and returns a scalar. ``name`` is in errors.
 
-    Events: visits with one `Work` after each, zero ones included; several where a checkpoint inside
-    a unit recomputes, which no hook sees (transformers does so): there work of phase recompute and
-    backward takes turns. The last one is after backward, when the loss has been dropped: summed
-    over the tape, only ``net.grad_full`` is not zero.
-    A `Work` belongs to the innermost unit whose forward runs, or whose backward was begun last and
-    is not over.
+    Events are visits with one `UnitWork` after each, even if it is zero. There are several if a
+    checkpoint inside a unit recomputes, which no hook sees (transformers does so): works of phases
+    recompute and backward then alternate. The last work is after backward, when the loss is freed:
+    summed over the tape, only ``net.grad_full`` is not zero. A `UnitWork` belongs to the innermost
+    unit whose forward runs, or to the last unit whose backward has begun and not ended.
 
     **Cost** no memory of the model's size; about 0.1 ms per operation.
 
@@ -100,9 +100,9 @@ def trace(
         units_run = _copied_units(specs, params, name)
         recorder = _Recorder(units_run, cast_to)
         batch = make_batch()
-        recorder.own(batch)
+        recorder.exclude_inputs(batch)
         _step(recorder, lambda: loss(units_run[0].module, batch), name)
-        written = {i: recorder.wrote(p) for i, p in params.items()}
+        written = {i: recorder.got_grad(p) for i, p in params.items()}
         return Tape(
             units=_unit_facts(specs, written),
             events=recorder.events(),
@@ -132,12 +132,13 @@ def _step(recorder: "_Recorder", compute_loss: Callable[[], object], name: str) 
 
 
 def _unit_facts(specs: Sequence[UnitSpec], written: Mapping[int, bool]) -> tuple[TapeUnit, ...]:
-    """Describe all units, the root first; ``written`` are parameters by id, in the model's order.
+    """Describe all units, the root first.
 
-    It tells which of them got a gradient.
+    ``written`` has the parameters by id, in the model's order: True if it got a gradient.
     """
     places = {param: place for place, (param, wrote) in enumerate(written.items()) if wrote}
-    found, firsts = [], []
+    units: list[TapeUnit] = []
+    first_places: list[int] = []
     for spec in specs:
         params = tuple(
             TapeParam(
@@ -150,11 +151,11 @@ def _unit_facts(specs: Sequence[UnitSpec], written: Mapping[int, bool]) -> tuple
             for p in spec.params
         )
         reads = type(spec.module).forward is not nn.Embedding.forward
-        found.append(TapeUnit(spec.name, params, reads))
+        units.append(TapeUnit(spec.name, params, reads))
         owned = [places[id(p.param)] for p in spec.params if id(p.param) in places]
-        firsts.append(min(owned, default=-1))
-    found[0] = replace(found[0], comes_last=firsts[0] > max(firsts[1:], default=0))
-    return tuple(found)
+        first_places.append(min(owned, default=-1))
+    units[0] = replace(units[0], comes_last=first_places[0] > max(first_places[1:], default=0))
+    return tuple(units)
 
 
 # -- a copy of fake tensors
@@ -184,7 +185,7 @@ def _copied_units(
 ) -> list[_Unit]:
     """Copy a model with all tensors that it holds fake; return its units, the whole model first.
 
-    A tensor that stands in several places stays one tensor.
+    A tensor that several modules share stays one tensor.
     """
     model = specs[0].module
     copies: dict[int, object] = {**params}
@@ -205,8 +206,8 @@ def _copied_units(
 
 # -- recording
 @dataclass
-class _Span:
-    """One `Work` before its bytes have kinds: a stretch of the log."""
+class _LogSegment:
+    """The log of one `UnitWork`, whose bytes have no kinds yet: entries ``lo`` to ``hi``."""
 
     unit: int
     phase: Phase
@@ -218,20 +219,23 @@ class _Span:
 class _Recorder:
     """Receives the calls of a model's units, as the engine does, and cuts the log into works.
 
-    `engine.passes` finds the moments. Nothing is gathered, reduced or refused.
+    `engine.passes` makes the calls. Nothing is gathered, reduced or refused.
     """
 
     suspended = False
 
     def __init__(self, units: list[_Unit], cast_to: torch.dtype | None) -> None:
-        self.units, self._cast_to = units, cast_to
+        self.units = units
+        self._cast_to = cast_to
         self.tracker = Tracker(self._switch)
         self.input_bytes = self.buffer_bytes = 0
-        self._items: list[_Span | Visit] = []
+        self._items: list[_LogSegment | Visit] = []
         self._begin = 0  # of the current span
         self._grads: set[int] = set()  # serials
         self._with_grad: set[int] = set()  # parameters by id
-        self._written: list[tuple[int, Change]] = []  # place in the log, the release if summed
+        self._written: list[
+            tuple[int, StorageChange]
+        ] = []  # place in the log, the release if summed
         self._first_in_checkpoint: set[int] = set()  # units by index
         self._region: Callable[[], object] = lambda: None  # the checkpoint seen last
         self._backward: list[int] = []  # units whose backward has begun and is not over
@@ -246,15 +250,15 @@ class _Recorder:
                 if param.requires_grad:
                     self._passes.watch_grad(unit, param)
 
-    def own(self, batch: object) -> None:
+    def exclude_inputs(self, batch: object) -> None:
         """Leave parameters, buffers and inputs out of the log; count the latter two."""
         for param in self.units[0].module.parameters():
-            self.tracker.own(param)
+            self.tracker.exclude(param)
         for module in self.units[0].module.modules():
             for tensor in (*module._buffers.values(), *vars(module).values()):
                 if isinstance(tensor, Tensor):
-                    self.buffer_bytes += self.tracker.own(tensor)
-        self.input_bytes = sum(self.tracker.own(t) for t in tensors_in(batch))
+                    self.buffer_bytes += self.tracker.exclude(tensor)
+        self.input_bytes = sum(self.tracker.exclude(t) for t in tensors_in(batch))
 
     def step(self, compute_loss: Callable[[], object]) -> None:
         """Run forward, loss and backward."""
@@ -269,8 +273,8 @@ class _Recorder:
             del value
         self._end_span()
 
-    def wrote(self, param: Tensor) -> bool:
-        """Tell whether autograd wrote a gradient of this parameter."""
+    def got_grad(self, param: Tensor) -> bool:
+        """True if autograd wrote a gradient of this parameter."""
         return id(param) in self._with_grad
 
     # -- visits and spans
@@ -293,7 +297,7 @@ class _Recorder:
         if phase == "backward" and self.tracker.recomputes:
             phase = "recompute"
         costs = self.tracker.take_costs()
-        self._items.append(_Span(unit, phase, self._begin, len(self.tracker.log), costs))
+        self._items.append(_LogSegment(unit, phase, self._begin, len(self.tracker.log), costs))
 
     def _place(self) -> tuple[int, Phase]:
         """Return the innermost unit that runs now, and the phase."""
@@ -308,10 +312,10 @@ class _Recorder:
     def before_forward(self, unit: _Unit, args: object, kwargs: object) -> object:
         """Record the visit, cast the inputs, watch them for backward."""
         call = self._passes.enter(unit)
-        taken = 0
+        input_bytes = 0
         if not call.in_backward and unit.index:  # masks and tables are not computed
-            taken = sum(t.nbytes for t in tensors_in(args) if t.grad_fn is not None)
-        self._visit("before_forward", unit, call.recomputes, taken)
+            input_bytes = sum(t.nbytes for t in tensors_in(args) if t.grad_fn is not None)
+        self._visit("before_forward", unit, call.recomputes, input_bytes)
         if not call.in_backward:
             self._note_checkpoint(unit)
         args, kwargs = map_tensors(args, self._cast), map_tensors(kwargs, self._cast)
@@ -321,9 +325,9 @@ class _Recorder:
         return args, kwargs
 
     def _note_checkpoint(self, unit: _Unit) -> None:
-        """Note that a checkpoint is around a unit, and no unit before it was inside the same one.
+        """Record a unit that is the first one inside a checkpoint.
 
-        It is known by its hooks on saved tensors, which live as long as its graph.
+        A checkpoint is recognised by its hooks on saved tensors, which live as long as its graph.
         """
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if hooks and hooks[0] is not self._region():  # type: ignore[redundant-expr]  # None, too
@@ -347,16 +351,16 @@ class _Recorder:
 
     # -- backward (passes.Listener)
     def _ignore(self, *_: object) -> None:
-        """Do nothing: what counts is units, and what raises ends the trace."""
+        """Do nothing: these calls change no bytes."""
 
     on_pass = on_reached = on_call_over = on_cut = on_double = _ignore
 
     def on_grad(self, unit: _Unit, leaf: Tensor) -> None:
-        """Note which gradient is there, and from which place in the log on."""
+        """Record which gradient exists, and from which place in the log on."""
         self._with_grad.add(id(leaf))
         serial = None if leaf.grad is None else self.tracker.serial_of(leaf.grad)
         if serial is not None:
-            release = Change(serial, -self.tracker.lives[serial].num_bytes)
+            release = StorageChange(serial, -self.tracker.lives[serial].num_bytes)
             self._written.append((len(self.tracker.log), release))
 
     def on_backward(self, unit: _Unit, is_first: bool) -> None:
@@ -366,7 +370,7 @@ class _Recorder:
         self._backward.append(unit.index)
 
     def on_unit_over(self, unit: _Unit) -> None:
-        """Record the visit; the gradients are not this unit's any more."""
+        """Record the visit; the engine owns the gradients from now on."""
         self._visit("after_backward", unit)
         self._backward = [index for index in self._backward if index != unit.index]
         for param in unit.params:
@@ -374,7 +378,7 @@ class _Recorder:
                 serial = self.tracker.serial_of(param.grad)
                 if serial is not None:
                     self._grads.add(serial)
-                self.tracker.take(param.grad)
+                self.tracker.release(param.grad)
                 param.grad = None
 
     def on_pass_end(self) -> None:
@@ -384,50 +388,58 @@ class _Recorder:
                 self._passes.close(unit)
 
     # -- the tape
-    def events(self) -> tuple[Work | Visit, ...]:
+    def events(self) -> tuple[UnitWork | Visit, ...]:
         """Return visits and works in order, each byte under its kind.
 
-        What the root does after the last unit's forward is the loss. Blocks alone that run again
-        have bytes of inputs, which a checkpoint saves: it is around them or, where no unit's
-        forward was seen again, inside.
+        The root's work after the last unit's forward is the loss. Only blocks that are recomputed
+        have bytes of inputs, which a checkpoint saves. The checkpoint is around the block; if no
+        forward of the unit was seen again, it is inside.
         """
         visits = [(n, item) for n, item in enumerate(self._items) if isinstance(item, Visit)]
         ends = [n for n, v in visits if v.kind == "after_forward" and v.unit and not v.recomputes]
         last = max(ends, default=-1)
         seen = {v.unit for _, v in visits if v.recomputes}
-        again = {s.unit for s in self._items if isinstance(s, _Span) and s.phase == "recompute"}
-        saved = (again - seen) | self._first_in_checkpoint
-        found: list[Work | Visit] = []
+        segments = [item for item in self._items if isinstance(item, _LogSegment)]
+        recomputed = {segment.unit for segment in segments if segment.phase == "recompute"}
+        saved = (recomputed - seen) | self._first_in_checkpoint
+        events: list[UnitWork | Visit] = []
         for place, item in enumerate(self._items):
             if isinstance(item, Visit):
-                found.append(item if item.unit in saved else replace(item, input_bytes=0))
+                events.append(item if item.unit in saved else replace(item, input_bytes=0))
                 continue
             if place > last and item.unit == 0 and item.phase == "forward":
                 item.phase = "loss"
-            found.append(self._work(item))
-        return tuple(found)
+            events.append(self._work(item))
+        return tuple(events)
 
-    def _work(self, span: _Span) -> Work:
-        changes = self.tracker.log[span.lo : span.hi]
-        peak, net = self._peak_and_net(changes, span)
-        inside = [(p, c) for p, c in self._written if span.lo < p <= span.hi]
+    def _work(self, segment: _LogSegment) -> UnitWork:
+        changes = self.tracker.log[segment.lo : segment.hi]
+        peak, net = self._peak_and_net(changes, segment)
+        inside = [(p, c) for p, c in self._written if segment.lo < p <= segment.hi]
         if not inside and not net.grad_full and not peak.grad_full:
-            return Work(span.unit, span.phase, span.costs, peak, net, peak, net)
+            return UnitWork(segment.unit, segment.phase, segment.costs, peak, net, peak, net)
         for place, change in reversed(inside):
-            changes.insert(place - span.lo, change)
-        return Work(
-            span.unit, span.phase, span.costs, peak, net, *self._peak_and_net(changes, span)
+            changes.insert(place - segment.lo, change)
+        return UnitWork(
+            segment.unit,
+            segment.phase,
+            segment.costs,
+            peak,
+            net,
+            *self._peak_and_net(changes, segment),
         )
 
-    def _peak_and_net(self, changes: list[Change], span: _Span) -> tuple[LiveBytes, LiveBytes]:
+    def _peak_and_net(
+        self, changes: list[StorageChange], segment: _LogSegment
+    ) -> tuple[LiveBytes, LiveBytes]:
         total = best = num_at_peak = 0
         for place, change in enumerate(changes, 1):
             total += change.num_bytes
             if total > best:
                 best, num_at_peak = total, place
-        return self._sum(changes[:num_at_peak], span), self._sum(changes, span)
+        return self._sum(changes[:num_at_peak], segment), self._sum(changes, segment)
 
-    def _sum(self, changes: list[Change], span: _Span) -> LiveBytes:
+    def _sum(self, changes: list[StorageChange], segment: _LogSegment) -> LiveBytes:
         kinds = Counter[str]()
         for serial, num_bytes in changes:
             life = self.tracker.lives[serial]
@@ -435,7 +447,7 @@ class _Recorder:
                 kind = "grad_full"
             elif life.width == self._vocab:
                 kind = "logits"
-            elif life.born >= span.lo and life.died is not None and life.died < span.hi:
+            elif life.born >= segment.lo and life.died is not None and life.died < segment.hi:
                 kind = "temporary"
             else:
                 kind = "activations"

@@ -1,4 +1,4 @@
-"""Records every operation of a run on fake tensors: bytes alive, and costs by class.
+"""The tracker of a run on fake tensors: bytes alive, and costs by class.
 
 Note [What fake tensors cannot show]
 A fake kernel allocates its outputs and nothing else. What real kernels allocate beside them for the
@@ -61,8 +61,8 @@ def dtype_name(dtype: torch.dtype) -> DtypeName:
     return _DTYPE_NAMES.get(dtype, "int8")
 
 
-class Change(NamedTuple):
-    """Bytes that came (positive) or went; ``serial`` numbers the storage."""
+class StorageChange(NamedTuple):
+    """Bytes that a storage allocated (positive) or freed; ``serial`` numbers the storage."""
 
     serial: int
     num_bytes: int
@@ -70,7 +70,7 @@ class Change(NamedTuple):
 
 @dataclass
 class Life:
-    """When a storage came and went, as places in the log; ``width`` is the tensor's last dim."""
+    """The life of a storage, as places in the log; ``width`` is the tensor's last dim."""
 
     num_bytes: int
     width: int
@@ -79,10 +79,11 @@ class Life:
 
 
 @dataclass(frozen=True)
-class _Rule:
-    """How an operation is booked; found once per operation.
+class _BookingRule:
+    """The rule by which an operation is booked, cached per operation.
 
-    ``causal_at`` is the argument that says whether a kernel leaves out what the mask hides.
+    ``causal_at`` is the place of the argument ``is_causal``, with which a kernel skips the masked
+    half.
     """
 
     name: str
@@ -96,24 +97,24 @@ class _Rule:
 class Tracker(TorchDispatchMode):
     """A mode above the fake one: sees every kernel, below autograd.
 
-    ``log`` has every allocation and release of a storage in order, ``lives`` what became of each.
-    Storages given to `own` or `take` are not booked. ``recomputes`` is true while a forward runs
-    inside backward; ``at_switch`` is called before that changes.
+    ``log`` has every allocation and release of a storage in order, ``lives`` the life of each.
+    Storages given to `exclude` or `release` are not booked. ``recomputes`` is true while a forward
+    runs inside backward; ``at_switch`` is called before that changes.
     """
 
     def __init__(self, at_switch: Callable[[], None]) -> None:
         super().__init__()
         self.recomputes = False
         self._at_switch = at_switch
-        self.log: list[Change] = []
+        self.log: list[StorageChange] = []
         self.lives: list[Life] = []
         # By address, while alive.
         self._serials: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
         self._foreign: dict[int, torch.UntypedStorage] = {}
         self._costs: dict[tuple[CostKind, DtypeName], list[int]] = {}
-        self._rules: dict[OpOverload, _Rule] = {}
+        self._rules: dict[OpOverload, _BookingRule] = {}
 
-    def own(self, tensor: Tensor) -> int:
+    def exclude(self, tensor: Tensor) -> int:
         """Leave a tensor's storage out of the log from now on; return its bytes, once."""
         storage = tensor.untyped_storage()
         if storage._cdata in self._foreign:
@@ -126,13 +127,13 @@ class Tracker(TorchDispatchMode):
         entry = self._serials.get(tensor.untyped_storage()._cdata)
         return None if entry is None else entry[0]
 
-    def take(self, tensor: Tensor) -> None:
-        """Stop booking a tensor's storage: its bytes are another's from now on."""
+    def release(self, tensor: Tensor) -> None:
+        """Stop booking a tensor's storage, without booking a release."""
         self._serials.pop(tensor.untyped_storage()._cdata, None)
 
     @property
     def has_costs(self) -> bool:
-        """Tell whether anything ran since costs were last taken."""
+        """True if an operation ran since the last call of `take_costs`."""
         return bool(self._costs)
 
     def take_costs(self) -> tuple[Cost, ...]:
@@ -148,7 +149,7 @@ class Tracker(TorchDispatchMode):
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         """Run the operation on fake tensors and book it."""
-        if func is _DEVICE:  # asked more often than all else is done
+        if func is _DEVICE:  # more frequent than all other operations
             return func(*args)
         kwargs = kwargs or {}
         rule = self._rules.get(func)
@@ -160,7 +161,7 @@ class Tracker(TorchDispatchMode):
         out = _grouped_mm(func, args, kwargs) if is_grouped else func(*args, **kwargs)
         outputs = list(_tensors(out))
         for tensor in outputs if rule.allocates else ():
-            self._note(tensor)
+            self._book_allocation(tensor)
         if not rule.is_free:
             self._add_cost(rule, _flops_of(rule, args, kwargs, out), args, kwargs, outputs)
         return out
@@ -172,27 +173,29 @@ class Tracker(TorchDispatchMode):
             self._at_switch()
             self.recomputes = recomputes
 
-    def _note(self, tensor: Tensor) -> None:
+    def _book_allocation(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        address, num_bytes = storage._cdata, storage.nbytes()
+        address = storage._cdata
+        num_bytes = storage.nbytes()
         if not num_bytes or address in self._serials or address in self._foreign:
             return
-        serial, width = len(self.lives), tensor.shape[-1] if tensor.dim() else 0
+        serial = len(self.lives)
+        width = tensor.shape[-1] if tensor.dim() else 0
         self.lives.append(Life(num_bytes, width, len(self.log)))
-        self.log.append(Change(serial, num_bytes))
-        released = weakref.ref(storage, lambda _: self._release(address, serial))
+        self.log.append(StorageChange(serial, num_bytes))
+        released = weakref.ref(storage, lambda _: self._book_release(address, serial))
         self._serials[address] = serial, released
 
-    def _release(self, address: int, serial: int) -> None:
+    def _book_release(self, address: int, serial: int) -> None:
         if self._serials.get(address, (None,))[0] != serial:
             return
         del self._serials[address]
         self.lives[serial].died = len(self.log)
-        self.log.append(Change(serial, -self.lives[serial].num_bytes))
+        self.log.append(StorageChange(serial, -self.lives[serial].num_bytes))
 
     def _add_cost(
         self,
-        rule: _Rule,
+        rule: _BookingRule,
         flops: int,
         args: Sequence[object],
         kwargs: Mapping[str, object],
@@ -201,7 +204,7 @@ class Tracker(TorchDispatchMode):
         if rule.name == "_safe_softmax":  # see Note [What fake tensors cannot show]
             serial, place, num_bytes = len(self.lives), len(self.log), outputs[0].numel()
             self.lives.append(Life(num_bytes, 0, place, place + 1))
-            self.log += [Change(serial, num_bytes), Change(serial, -num_bytes)]
+            self.log += [StorageChange(serial, num_bytes), StorageChange(serial, -num_bytes)]
         inputs = list(_tensors((*args, *kwargs.values())))
         if rule.name in _READS_SOME:
             moved = 2 * _nbytes(outputs) + _nbytes(inputs[1:])
@@ -227,7 +230,7 @@ def _nbytes(tensors: Iterable[Tensor]) -> int:
     return sum(min(t.numel() * t.element_size(), t.untyped_storage().nbytes()) for t in tensors)
 
 
-def _rule_of(func: OpOverload) -> _Rule:
+def _rule_of(func: OpOverload) -> _BookingRule:
     returns = func._schema.returns
     name = func._schema.name.removeprefix("aten::")
     aliases = [r.alias_info for r in returns]
@@ -235,7 +238,7 @@ def _rule_of(func: OpOverload) -> _Rule:
     formula = flop_registry.get(_SAME_FLOPS.get(name, func._overloadpacket)) or _GROUPED.get(name)
     names = [argument.name for argument in func._schema.arguments]
     is_attention = formula is not None and "attention" in name
-    return _Rule(
+    return _BookingRule(
         name=name,
         is_free=is_view or name in _FREE or not returns,
         allocates=any(a is None for a in aliases),
@@ -246,7 +249,7 @@ def _rule_of(func: OpOverload) -> _Rule:
 
 
 def _flops_of(
-    rule: _Rule, args: Sequence[object], kwargs: Mapping[str, object], out: object
+    rule: _BookingRule, args: Sequence[object], kwargs: Mapping[str, object], out: object
 ) -> int:
     """Return the FLOPs of an operation; see Note [Costs]."""
     if rule.flops and rule.name.startswith("_scaled_dot_product"):  # for torch 2.11

@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from shardwise.engine.schedule import Schedule
 from shardwise.plan.candidate import Candidate
-from shardwise.plan.model.tape import Cost, LiveBytes, Tape, Visit, Work
+from shardwise.plan.model.tape import Cost, LiveBytes, Tape, UnitWork, Visit
 from shardwise.plan.sizes import DTYPE_BYTES
 from shardwise.plan.step.doubles import PlayContext, ReductionsDouble, UnitDouble
 from shardwise.plan.step.footprint import Footprint, footprints_of
@@ -171,7 +171,7 @@ class _Player:
         recorder.add("activations", others)
         self._stack = []
         for event in tape.events:
-            if isinstance(event, Work):
+            if isinstance(event, UnitWork):
                 self._work(event)
             else:
                 recorder.unit = event.unit
@@ -196,7 +196,7 @@ class _Player:
         self._end_backward()
         self._recorder.add("activations", -self._tape.end_bytes)
 
-    def _work(self, work: Work) -> None:
+    def _work(self, work: UnitWork) -> None:
         recorder, unit = self._recorder, self._units[work.unit]
         recorder.phase, recorder.unit = work.phase, work.unit
         # If sums and gradients have one dtype, autograd adds to the sums, one by one.
@@ -366,7 +366,7 @@ class _Player:
         )
 
 
-def _peak_and_net_of_sums(work: Work, largest_grad: int) -> tuple[LiveBytes, LiveBytes]:
+def _peak_and_net_of_sums(work: UnitWork, largest_grad: int) -> tuple[LiveBytes, LiveBytes]:
     """Return peak and net of a work if each gradient is added to a sum and freed at once."""
     if work.summed_peak is not None and work.summed_net is not None:
         return work.summed_peak, work.summed_net

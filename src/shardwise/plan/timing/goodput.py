@@ -1,8 +1,8 @@
 """The share of time that failures and checkpoints leave.
 
 Note [The expected time between two checkpoints]
-Training runs for an interval t, then stands still for s while a checkpoint is saved. Failures come
-at random with the mean time M between them for the whole job; each costs d to detect, restart and
+Training runs for an interval t, then stops for s while a checkpoint is saved. Failures come at
+random with the mean time M between them for the whole job; each costs d to detect, restart and
 load. From one checkpoint to the next a failure-free job takes t + s. After a failure it must live
 through d + t + s without another, which takes M (exp((d + t + s) / M) - 1) on average. Together
 the expectation is ``M exp(d / M) (exp((t + s) / M) - 1)``. The interval that makes it smallest per
@@ -48,7 +48,7 @@ def expected_goodput(
     """Return the expectation over a long run, see Note [The expected time between two ...].
 
     ``mtbf_s`` is the job's; ``back_s`` pass from a failure until it trains again. Training runs
-    ``interval_s`` between two saves, rounded to whole steps, and stands still for ``stall_s``.
+    ``interval_s`` between two saves, rounded to whole steps, and stops for ``stall_s``.
 
     **Raises** ConfigError for times that are not above 0; a stall and the way back may be 0.
     """

@@ -1,9 +1,9 @@
-"""Simulate the operations of a program in time.
+"""The simulation of a program in time, on one rank.
 
 An operation begins when its stream is free and its inputs have ended, so one pass over the program
 in its order is enough.
 
-Note [One rank stands for all]
+Note [One rank is simulated]
 Every rank of a group waits in each collective for the last one. So the rank whose device and links
 are slowest decides when the step ends, and the step is the same if all ranks are as slow.
 
@@ -43,7 +43,7 @@ _KINDS = {"compute": 0, **dict.fromkeys(COMMUNICATING, 1), **dict.fromkeys(OFFLO
 def simulate(
     program: Program, seconds: Callable[[Op], float], *, overlap: float = 1.0
 ) -> Simulated:
-    """Run a program's operations on one rank, which stands for all.
+    """Simulate a program's operations on one rank; see Note [One rank is simulated].
 
     ``overlap``: 1 where computing and communicating do not slow each other down, see
     Note [Overlap is not free].
@@ -60,14 +60,14 @@ def simulate(
                 f"got {length_s!r}; check the hardware's figures"
             )
     took = _contended_seconds(program.ops, priced, overlap)
-    spans: list[Span] = []
+    spans: list[OpInterval] = []
     free: dict[Stream, float] = {}
     for op, length_s in zip(program.ops, took, strict=True):
         start_s = free.get(op.stream, 0.0)
         for before in op.after:
             start_s = max(start_s, spans[before].end_s)
         free[op.stream] = start_s + length_s
-        spans.append(Span(start_s, start_s + length_s))
+        spans.append(OpInterval(start_s, start_s + length_s))
     return Simulated(program, tuple(spans))
 
 
@@ -109,7 +109,7 @@ def _contended_seconds(
 
 
 # -- the time of a step
-class Span(NamedTuple):
+class OpInterval(NamedTuple):
     """The begin and the end of an operation of a program."""
 
     start_s: float
@@ -121,7 +121,7 @@ class Simulated:
     """A simulated step of one rank, with a span for each operation of the program."""
 
     program: Program
-    spans: tuple[Span, ...]
+    spans: tuple[OpInterval, ...]
 
     @cached_property
     def step_s(self) -> float:
@@ -171,42 +171,42 @@ class Simulated:
 
     @property
     def bubble_s(self) -> float:
-        """Seconds in which the compute stream stood still, whatever the reason."""
+        """Seconds in which the compute stream does nothing, for any reason."""
         return self.idle_s + self.exposed_s + self.exposed_offload_s
 
     @cached_property
     def phase_s(self) -> Mapping[str, float]:
         """Busy seconds by phase; phases on different streams overlap."""
-        found: defaultdict[str, float] = defaultdict(float)
+        phase_s: defaultdict[str, float] = defaultdict(float)
         for phases in self.stream_phase_s.values():
             for phase, seconds in phases.items():
-                found[phase] += seconds
-        return found
+                phase_s[phase] += seconds
+        return phase_s
 
     @cached_property
     def stream_phase_s(self) -> Mapping[Stream, Mapping[str, float]]:
         """Busy seconds by stream, and by phase on it."""
-        found: dict[Stream, defaultdict[str, float]] = {}
+        by_stream: dict[Stream, defaultdict[str, float]] = {}
         for op, span in zip(self.program.ops, self.spans, strict=True):
-            phases = found.setdefault(op.stream, defaultdict(float))
+            phases = by_stream.setdefault(op.stream, defaultdict(float))
             phases[op.phase] += span.end_s - span.start_s
-        return found
+        return by_stream
 
     @property
     def unit_seconds(self) -> tuple[dict[str, float], ...]:
-        """Seconds of each unit: computing, communicating, and compute's stand before it."""
+        """Seconds of each unit: computing, communicating, and the wait of compute before it."""
         names = "compute_s", "communication_s", "waited_s"
-        found = tuple(dict.fromkeys(names, 0.0) for _ in self.program.unit_names)
+        units = tuple(dict.fromkeys(names, 0.0) for _ in self.program.unit_names)
         free = 0.0
         for op, span in zip(self.program.ops, self.spans, strict=True):
-            unit, seconds = found[op.unit], span.end_s - span.start_s
+            unit, seconds = units[op.unit], span.end_s - span.start_s
             if op.stream == "compute":
                 unit["compute_s"] += seconds
                 unit["waited_s"] += span.start_s - free
                 free = span.end_s
             elif isinstance(op.work, Collective):
                 unit["communication_s"] += seconds
-        return found
+        return units
 
     @cached_property
     def critical_path(self) -> tuple[int, ...]:
@@ -225,9 +225,9 @@ class Simulated:
             path.append(index)
             last, inputs = 0.0, (previous[index], *ops[index].after)
             index = -1
-            for each in inputs:
-                if each != -1 and ends[each] > last:
-                    last, index = ends[each], each
+            for previous_op in inputs:
+                if previous_op != -1 and ends[previous_op] > last:
+                    last, index = ends[previous_op], previous_op
         return tuple(reversed(path))
 
     @property
@@ -241,18 +241,18 @@ class Simulated:
 
     @cached_property
     def _moments(self) -> Mapping[tuple[bool, bool, bool], float]:
-        """Seconds by whether it computes, communicates, offloads; see Note [Exposed time]."""
+        """Seconds by (computes, communicates, offloads); see Note [Exposed time]."""
         edges = []
         for op, span in zip(self.program.ops, self.spans, strict=True):
             kind = _KINDS[op.stream]
             edges += [(span.start_s, kind, 1), (span.end_s, kind, -1)]
-        found: defaultdict[tuple[bool, bool, bool], float] = defaultdict(float)
+        moments: defaultdict[tuple[bool, bool, bool], float] = defaultdict(float)
         running, before = [0, 0, 0], 0.0
         for at, kind, change in sorted(edges):
-            found[running[0] > 0, running[1] > 0, running[2] > 0] += at - before
+            moments[running[0] > 0, running[1] > 0, running[2] > 0] += at - before
             running[kind] += change
             before = at
-        return found
+        return moments
 
 
 def category(op: Op) -> str:
