@@ -38,7 +38,7 @@ BUDGETS = {
     "parallel": 1920,
     "check": 640,
     "hangs": 810,
-    "plan": 6460,
+    "plan": 6620,
     "bench": 560,
     "checkpoint": 5280,
     "convert": 1970,
