@@ -128,7 +128,7 @@ def pipeline_case(rounds: int) -> dict[str, Any]:
     from torch.nn.functional import cross_entropy
 
     import shardwise
-    from shardwise.train.decoder import Stage
+    from shardwise.train.decoder import DecoderStage
 
     axes = shardwise.Axes(pp=2)
     stage, device = axes["pp"].get_local_rank(), torch.device("cpu")
@@ -139,8 +139,8 @@ def pipeline_case(rounds: int) -> dict[str, Any]:
         return cross_entropy(logits.flatten(0, 1), wanted.flatten())
 
     models = {
-        "fsdp2": by_torch(Stage(make_decoder(), stage, 2), axes["dp_shard"]),
-        "shard": shardwise.shard(Stage(make_decoder(), stage, 2), mesh=axes),
+        "fsdp2": by_torch(DecoderStage(make_decoder(), stage, 2), axes["dp_shard"]),
+        "shard": shardwise.shard(DecoderStage(make_decoder(), stage, 2), mesh=axes),
     }
     steps = {}
     for name, model in models.items():

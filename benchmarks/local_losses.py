@@ -51,7 +51,7 @@ def work(config: Mapping[str, Any]) -> None:
     from shardwise.train.config import load_config
     from shardwise.train.launch import RankPlace
     from shardwise.train.loop import compute_step, evaluate, synchronize
-    from shardwise.train.setup import prepare_run, step_apart
+    from shardwise.train.setup import make_local_steps, prepare_run
 
     rank, ranks = config["rank"], config["num_ranks"]
     place = RankPlace(rank, ranks, rank, ranks)
@@ -63,7 +63,7 @@ def work(config: Mapping[str, Any]) -> None:
             run = prepare_run(keys, place, torch.device("cpu"))
             for step in range(1, keys.steps + 1):
                 if step == config.get("begin", 0) + 1:
-                    run = replace(run, local=step_apart(apart, run.model))
+                    run = replace(run, local=make_local_steps(apart, run.model))
                     before = sent_over_replicas(run.model)
                 compute_step(run, step)
                 synchronize(run, step)

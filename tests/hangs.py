@@ -158,7 +158,7 @@ def _make(case, torch):
     from shardwise.config import Units
     from shardwise.plan.model.decoder import PlainDecoder, token_loss
     from shardwise.plan.model.shapes import DecoderShape, Experts
-    from shardwise.train.decoder import Stage, spread_decoder
+    from shardwise.train.decoder import DecoderStage, spread_decoder
 
     axes = shardwise.Axes(**AXES[case.axis])
     experts = Experts(4, 2, 8) if case.axis == "expert" else None
@@ -167,7 +167,7 @@ def _make(case, torch):
     ids, labels = torch.randint(32, (2, 4, 8))
     spread_decoder(shardwise.parallel.spread_experts(model, axes), axes)
     if axes.pp > 1:
-        model = Stage(model, axes["pp"].get_local_rank(), axes.pp)
+        model = DecoderStage(model, axes["pp"].get_local_rank(), axes.pp)
     if case.axis == "fully_shard":
         for block in model.blocks:
             shardwise.fully_shard(block)

@@ -26,7 +26,7 @@ from shardwise.comm.listener import WAITS, Listener, checked_timeout
 from shardwise.comm.process_groups import FAILED_GROUPS
 from shardwise.errors import ConfigError
 from shardwise.hangs.abort import WATCH
-from shardwise.hangs.diagnosis import FAILED, AsyncCollectives, Table, Wait, torch_call
+from shardwise.hangs.diagnosis import FAILED, AsyncCollectives, Wait, WaitTable, torch_call
 from shardwise.hangs.heartbeat import (
     ENDED_WELL,
     Heartbeat,
@@ -156,7 +156,7 @@ def table_of(wait, **by_rank):
     heard = Heartbeats()
     for name, heartbeat in by_rank.items():
         heard.add(int(name[1:]), heartbeat)
-    return Table(heard, 0, wait)
+    return WaitTable(heard, 0, wait)
 
 
 def test_a_rank_that_has_not_come_is_in_the_table_with_its_line_and_its_last_collective():
@@ -179,10 +179,12 @@ def test_ranks_in_different_calls_are_told_apart_from_those_stuck_in_one():
     heard = Heartbeats()
     for rank, beat in {0: waits(key="other"), 1: waits(), 2: waits(), 3: beats()}.items():
         heard.add(rank, beat)
-    assert Table(heard, 2, record(ranks=(0, 1, 2, 3))).reporter == 1  # it waits in the same call
-    assert Table(heard, 2, record(ranks=range(600))).reporter == 2  # which others have not heard
+    # Rank 1 is the lowest one that waits in the same call.
+    assert WaitTable(heard, 2, record(ranks=(0, 1, 2, 3))).reporter == 1
+    # Rank 2 lacks heartbeats.
+    assert WaitTable(heard, 2, record(ranks=range(600))).reporter == 2
     heard.is_current = False
-    assert Table(heard, 2, record(ranks=(0, 1, 2, 3))).reporter == 2
+    assert WaitTable(heard, 2, record(ranks=(0, 1, 2, 3))).reporter == 2
     assert "stuck inside" in table(_1=waits(), _2=waits()).describe()
 
 
@@ -217,9 +219,10 @@ def test_where_the_store_is_silent_a_stopped_rank_is_named_before_those_that_it_
         heard.is_current = True
         heard.add(1, beats(process=stopped))
         heard.add(2, beats(process=ended))
-        assert "is stopped" not in Table(heard, 0, record()).describe()  # rank 2 could have told
+        # Rank 2 would have published that rank 1 is stopped.
+        assert "is stopped" not in WaitTable(heard, 0, record()).describe()
         heard.is_current = False
-        told = Table(heard, 0, record()).describe()
+        told = WaitTable(heard, 0, record()).describe()
         assert told.index("rank 1 (process") < told.index("is stopped") < told.index("has died")
     finally:
         children[0].kill()

@@ -1,6 +1,6 @@
 """Detection of silent corruption: replicated state must be bit-identical on all its ranks.
 
-Note [Which ranks hold the same]
+Note [Which ranks hold copies]
 Shards and their optimizer state have copies along the replicate axis, and at stage 0 on every rank.
 Tensors that tensor parallelism does not cut also have copies along its axis. Optimizer scalars
 (``step``) and fresh full parameters are the same on every rank. Buffers are not compared, because
@@ -34,7 +34,7 @@ _MAX_SHOWN = 3
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _CopiedTensor:
     """One tensor with copies: its name, and True if every rank has it, not only replicas."""
 
     label: str
@@ -60,19 +60,19 @@ def check_replicas(model: Model, optimizer: Optimizer | None = None) -> None:
     engine = Parts(model)
     engine.rest("check_replicas()")
     joined = None if optimizer is None else Joined(optimizer)
-    found = list(_found_over(engine, joined))
+    errors = list(_mesh_errors(engine, joined))
     if engine.everyone is not engine.comm.control:
-        rows = exchange_any(engine.everyone, "".join(found[:1]).encode())
-        found = [row.decode() for row in rows if row]  # so that all ranks raise together
-    if found:
-        raise ReplicaError(found[0])
+        rows = exchange_any(engine.everyone, "".join(errors[:1]).encode())
+        errors = [row.decode() for row in rows if row]  # so that all ranks raise together
+    if errors:
+        raise ReplicaError(errors[0])
     if engine.everyone is not engine.comm.control:
         _check_uncut(engine, joined)
     if engine.has_stages:
         _check_tied(engine, joined)
 
 
-def _found_over(engine: Parts, optimizer: Joined | None) -> Iterator[str]:
+def _mesh_errors(engine: Parts, optimizer: Joined | None) -> Iterator[str]:
     """Yield the error of each mesh, the same on every rank of the mesh."""
     for comm in engine.comms:
         try:
@@ -93,58 +93,59 @@ def _check_uncut(engine: Parts, optimizer: Joined | None) -> None:
     if all(len({rows[rank] for rank in ranks}) == 1 for ranks in groups.values()):
         return
     rows = exchange_any(control, json.dumps({e.label: e.digest.hex() for e in entries}).encode())
-    said = [json.loads(row) for row in rows]
-    found = []
+    digests_of = [json.loads(row) for row in rows]  # by rank
+    differences = []
     for ranks in groups.values():
-        labels = said[ranks[0]].keys()
-        if any(said[rank].keys() != labels for rank in ranks):
+        labels = digests_of[ranks[0]].keys()
+        if any(digests_of[rank].keys() != labels for rank in ranks):
             members = [control.members[rank] for rank in ranks]
-            raise _not_alike(f"{name_ranks(members)} differ")
+            raise _different_tensors(f"{name_ranks(members)} differ")
         for label in labels:
             blame = _blame(
-                control, ranks, [bytes.fromhex(digests.get(label, "")) for digests in said]
+                control, ranks, [bytes.fromhex(digests.get(label, "")) for digests in digests_of]
             )
-            found += [f"{label}: {blame}"] if blame else []
-    raise _corrupted(found)
+            differences += [f"{label}: {blame}"] if blame else []
+    raise _corrupted(differences)
 
 
-def _uncut_entries(engine: Parts, optimizer: Joined | None) -> Iterator[_Entry]:
+def _uncut_entries(engine: Parts, optimizer: Joined | None) -> Iterator[_CopiedTensor]:
     """Yield this rank's slices that other ranks along axes of tensor parallelism have too."""
     for param in (
         p for unit in engine.units if unit.comm in engine.dense_comms for p in unit.params
     ):
         outer = param.cut.outer
         if outer is None or all(placement.is_replicate() for placement in outer.placements):
-            yield _Entry(f"parameter '{param.name}', value", True, _digest(param.sharded))
+            yield _CopiedTensor(f"parameter '{param.name}', value", True, _digest(param.sharded))
             state = {} if optimizer is None else optimizer.state.get(param.sharded, {})
             for key, value in sorted(state.items(), key=lambda item: str(item[0])):
                 if isinstance(value, torch.Tensor):
-                    yield _Entry(f"parameter '{param.name}', {key}", True, _digest(value))
+                    yield _CopiedTensor(f"parameter '{param.name}', {key}", True, _digest(value))
 
 
 def _check_tied(engine: Parts, optimizer: Joined | None) -> None:
     """Check a tied parameter's copies on several stages, between ranks with the same slice."""
     control, stages = engine.everyone, engine.comm.axes.stages
     assert stages is not None
-    mine: dict[str, list[str]] = {}
+    local: dict[str, list[str]] = {}
     tied = [(p, p.tie) for unit in engine.units for p in unit.params if p.tie is not None]
     for param, tie in tied:
         state = {} if optimizer is None else optimizer.state.get(param.sharded, {})
         tensors = {"value": param.sharded, **{k: v for k, v in state.items() if torch.is_tensor(v)}}
         for key, tensor in tensors.items():
             label = f"parameter '{tie.name}', {key}"
-            mine.setdefault(label, []).append(_digest(tensor).hex())
+            local.setdefault(label, []).append(_digest(tensor).hex())
     ranks = get_process_group_ranks(stages.group)
-    rows = exchange_any(control, json.dumps([ranks, mine]).encode())
-    said = dict(zip(control.members, map(json.loads, rows), strict=True))
-    found: dict[str, None] = {}
-    for ranks, theirs in said.values():
-        for label in theirs:
-            having = [rank for rank in ranks if label in said[rank][1]]
-            if len({digest for rank in having for digest in said[rank][1][label]}) > 1:
-                found[f"{label}: {name_ranks(having)} differ, stages that it is tied over"] = None
-    if found:
-        raise _corrupted(list(found))
+    rows = exchange_any(control, json.dumps([ranks, local]).encode())
+    by_rank = dict(zip(control.members, map(json.loads, rows), strict=True))
+    differences: dict[str, None] = {}
+    for ranks, digests in by_rank.values():
+        for label in digests:
+            owners = [rank for rank in ranks if label in by_rank[rank][1]]
+            if len({digest for rank in owners for digest in by_rank[rank][1][label]}) > 1:
+                text = f"{label}: {name_ranks(owners)} differ, stages that it is tied over"
+                differences[text] = None
+    if differences:
+        raise _corrupted(list(differences))
 
 
 def _check_over(comm: Comm, engine: Parts, optimizer: Joined | None) -> None:
@@ -167,7 +168,7 @@ def _check_over(comm: Comm, engine: Parts, optimizer: Joined | None) -> None:
 
 @dataclass(frozen=True)
 class _Copies:
-    """The ranks that hold copies of a tensor; ``differ``: each replica's tensors are its own."""
+    """The ranks that hold copies of a tensor; ``differ``: replicas have different tensors."""
 
     num_ranks: int
     num_shards: int
@@ -182,12 +183,12 @@ class _Copies:
         return [range(first, self.num_ranks, step) for first in range(step)]
 
 
-def _digest_of(entries: list[_Entry], everywhere: bool) -> bytes:
+def _digest_of(entries: list[_CopiedTensor], everywhere: bool) -> bytes:
     lines = (f"{e.label} {e.digest.hex()}\n" for e in entries if e.everywhere is everywhere)
     return xxhash.xxh3_128_digest("".join(lines).encode(errors="backslashreplace"))
 
 
-def _entries(units: list[Unit], comm: Comm, optimizer: Joined | None) -> Iterator[_Entry]:
+def _entries(units: list[Unit], comm: Comm, optimizer: Joined | None) -> Iterator[_CopiedTensor]:
     """Yield the digest of every tensor of this rank with a copy on another rank."""
     replicate = comm.axes.replicate
     for unit in units:
@@ -196,23 +197,25 @@ def _entries(units: list[Unit], comm: Comm, optimizer: Joined | None) -> Iterato
         for param in unit.params:
             label = f"parameter '{param.name}'"
             if has_copies:
-                yield _Entry(f"{label}, value", not sharded, _digest(param.sharded.to_local()))
+                yield _CopiedTensor(
+                    f"{label}, value", not sharded, _digest(param.sharded.to_local())
+                )
             if param.has_storage and _has_fresh_copy(unit, param.storage):
                 begin = param.storage.layout.full_offset(param.index)
                 full = param.storage.full[begin : begin + param.full.numel()]
-                yield _Entry(f"{label}, full copy", True, _digest(full))
+                yield _CopiedTensor(f"{label}, full copy", True, _digest(full))
             state = {} if optimizer is None else optimizer.state.get(param.sharded, {})
             items = sorted(state.items(), key=lambda item: str(item[0]))
             tensors = [(key, value) for key, value in items if isinstance(value, torch.Tensor)]
             if param.cut.owner is not None:  # one entry, as other ranks may lack its state
-                found = xxhash.xxh3_128_digest(b"".join(_digest(value) for _, value in tensors))
+                digest = xxhash.xxh3_128_digest(b"".join(_digest(value) for _, value in tensors))
                 if has_copies:
-                    yield _Entry(f"{label}, state", False, found)
+                    yield _CopiedTensor(f"{label}, state", False, digest)
                 continue
             for key, value in tensors:
                 scalar = value.ndim == 0 and not isinstance(value, DTensor)
                 if scalar or has_copies:
-                    yield _Entry(f"{label}, {key}", scalar or not sharded, _digest(value))
+                    yield _CopiedTensor(f"{label}, {key}", scalar or not sharded, _digest(value))
 
 
 def _has_fresh_copy(unit: Unit, storage: Storage) -> bool:
@@ -234,37 +237,39 @@ def _digest(tensor: torch.Tensor) -> bytes:
     return digest.digest()
 
 
-def _refuse(control: Control, entries: list[_Entry], copies: _Copies) -> NoReturn:
+def _refuse(control: Control, entries: list[_CopiedTensor], copies: _Copies) -> NoReturn:
     """Compare each tensor, and raise the same error on every rank."""
     _check_labels(control, entries)
     rows = control.exchange(b"".join(e.digest for e in entries))
     raise _corrupted(list(_differences(control, rows, entries, copies)))
 
 
-def _check_labels(control: Control, entries: list[_Entry]) -> None:
+def _check_labels(control: Control, entries: list[_CopiedTensor]) -> None:
     missing = find_difference(control, [e.label for e in entries], "copies of state")
     if missing is not None:
-        raise _not_alike(missing)
+        raise _different_tensors(missing)
 
 
-def _not_alike(how: str) -> ReplicaError:
+def _different_tensors(difference: str) -> ReplicaError:
     return ReplicaError(
-        f"check_replicas: the ranks do not hold the same tensors: {how}. Load or create state on "
-        "all ranks, or on none"
+        f"check_replicas: the ranks do not hold the same tensors: {difference}. Load or create "
+        "state on all ranks, or on none"
     )
 
 
-def _corrupted(found: list[str]) -> ReplicaError:
-    more = f"; {len(found) - _MAX_SHOWN} further tensors" if len(found) > _MAX_SHOWN else ""
+def _corrupted(differences: list[str]) -> ReplicaError:
+    shown = "; ".join(differences[:_MAX_SHOWN])
+    num_more = len(differences) - _MAX_SHOWN
+    more = f"; {num_more} further tensors" if num_more > 0 else ""
     return ReplicaError(
-        f"check_replicas: copies that must have the same bits differ: "
-        f"{'; '.join(found[:_MAX_SHOWN])}{more}. Memory or an accelerator failed, or one rank "
-        "alone wrote to its copy: go back to the last checkpoint, and test that rank's machine"
+        f"check_replicas: copies that must have the same bits differ: {shown}{more}. Memory or an "
+        "accelerator failed, or one rank alone wrote to its copy: go back to the last checkpoint, "
+        "and test that rank's machine"
     )
 
 
 def _differences(
-    control: Control, rows: list[bytes], entries: list[_Entry], copies: _Copies
+    control: Control, rows: list[bytes], entries: list[_CopiedTensor], copies: _Copies
 ) -> Iterator[str]:
     for number, entry in enumerate(entries):
         begin = number * _DIGEST_BYTES

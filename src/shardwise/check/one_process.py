@@ -89,20 +89,21 @@ class GradientReport:
                 f"{len(self.checks)} gradients are those of one process with the whole batch; the "
                 f"largest difference is {most:.1e} (allowed: {self.tolerance:.1e})"
             )
-        alike: dict[tuple[str, str], list[str]] = {}
+        # Parameters whose names differ only in numbers and that have the same error.
+        similar: dict[tuple[str, str], list[str]] = {}
         for check in self.wrong:
             pattern = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", check.name)
-            alike.setdefault((pattern, self._finding(check)), []).append(check.name)
+            similar.setdefault((pattern, self._describe_error(check)), []).append(check.name)
         lines = [
             f"{pattern if len(names) > 1 else names[0]}"
-            f"{f' ({len(names)} parameters)' if len(names) > 1 else ''}: {finding}"
-            for (pattern, finding), names in alike.items()
+            f"{f' ({len(names)} parameters)' if len(names) > 1 else ''}: {error}"
+            for (pattern, error), names in similar.items()
         ]
         left = len(lines) - _MAX_SHOWN
         lines = [*lines[:_MAX_SHOWN], *([f"and {left} more kinds"] if left > 0 else [])]
         return "\n".join([f"{len(self.wrong)} of {len(self.checks)} gradients are wrong:", *lines])
 
-    def _finding(self, check: GradientCheck) -> str:
+    def _describe_error(self, check: GradientCheck) -> str:
         if check.missing == "composed":
             return "there is no gradient; in one process there is"
         if check.missing is not None:
@@ -120,9 +121,9 @@ class GradientReport:
             return f"the gradient is {check.scale:.4g} times the right one: its sign is wrong"
         larger = check.scale > 1
         factor = check.scale if larger else 1 / check.scale
-        said = f"the gradient is {factor:.4g} times too {'large' if larger else 'small'}"
+        error = f"the gradient is {factor:.4g} times too {'large' if larger else 'small'}"
         reasons = list(self._reasons(factor, larger))
-        return f"{said}: {'; or '.join(reasons)}" if reasons else said
+        return f"{error}: {'; or '.join(reasons)}" if reasons else error
 
     def _reasons(self, factor: float, larger: bool) -> Iterator[str]:
         degrees = {name: n for name, n in self.degrees.items() if n > 1}
@@ -191,39 +192,39 @@ def check_gradients(
     composed = shard(make_model(), mesh=mesh) if compose is None else compose(make_model())
     stages = _check_exact(modules_of(composed))
     control = None  # exchanges between the stages of a pipeline
-    if all(find_engine(each) is not None for each in stages):
+    if all(find_engine(stage) is not None for stage in stages):
         parts = Parts(stages)
         control = parts.everyone if parts.has_stages or len(stages) > 1 else None
-    _take_weights(plain, stages, control)
+    _copy_weights(plain, stages, control)
     rank, num_ranks, degrees = _places(mesh, micro_batches)
     _compare_batches(batch)
-    mine = _rows(batch, rank, num_ranks) if local_batch is None else local_batch(batch)
+    local = _rows(batch, rank, num_ranks) if local_batch is None else local_batch(batch)
     loss = loss or _default_loss
     if run is None:
-        _run(stages, mine, micro_batches, loss)
+        _run(stages, local, micro_batches, loss)
     else:
-        run(composed, mine)
-    for tie in ties_of(owner_of(param) for each in stages for param in each.parameters()):
+        run(composed, local)
+    for tie in ties_of(owner_of(param) for stage in stages for param in stage.parameters()):
         tie.sum_grads()
     loss(plain, batch).backward()
     tolerance = max(map(_tolerance, stages))
-    checks = [check for each in stages for check in _compare(plain, each, tolerance)]
+    checks = [check for stage in stages for check in _compare(plain, stage, tolerance)]
     if control is not None:
         order = [_plain_name(name) for name, _ in plain.named_parameters(remove_duplicate=False)]
-        said = _of_all_stages(control, [asdict(check) for check in checks], order)
-        checks = [GradientCheck(**each) for each in said]
+        rows = _of_all_stages(control, [asdict(check) for check in checks], order)
+        checks = [GradientCheck(**row) for row in rows]
     report = GradientReport(tuple(checks), tolerance, degrees)
     (num_wrong,) = all_reduce_scalars([float(bool(report.wrong))])
     if report.wrong:
         raise GradientError(str(report))
     if num_wrong:
-        raise GradientError("another rank has wrong gradients; its message says which")
+        raise GradientError("another rank has wrong gradients; see that rank's error")
     return report
 
 
 def _run(
     stages: Sequence[nn.Module],
-    mine: Any,
+    local: Any,
     micro_batches: int,
     loss: Callable[[nn.Module, Any], torch.Tensor],
 ) -> None:
@@ -232,7 +233,7 @@ def _run(
         raise ConfigError("run: compose= returned several stages; say how a schedule runs them")
     composed = stages[0]
     engine = find_engine(composed)
-    parts = _micro_batches(mine, micro_batches)
+    parts = _micro_batches(local, micro_batches)
     for part in parts:
         window = nullcontext() if engine is None else accumulate(composed, last=part is parts[-1])
         with window:
@@ -289,11 +290,11 @@ def _rows(batch: Any, rank: int, num: int) -> Any:
     return tree_map_only(torch.Tensor, lambda t: t.chunk(num)[rank], batch)
 
 
-def _micro_batches(mine: Any, num: int) -> list[Any]:
+def _micro_batches(local: Any, num: int) -> list[Any]:
     """Cut this rank's part. **Raises** ConfigError on all ranks if one cannot."""
     parts, refusal = [], None
     try:
-        parts = [_rows(mine, number, num) for number in range(num)]
+        parts = [_rows(local, number, num) for number in range(num)]
     except ConfigError as error:
         refusal = error
     (num_refused,) = all_reduce_scalars([float(refusal is not None)])
@@ -309,12 +310,12 @@ def _default_loss(model: nn.Module, batch: Any) -> torch.Tensor:
         out = model(**batch)
     else:
         out = model(*batch) if isinstance(batch, list | tuple) else model(batch)
-    found = getattr(out, "loss", None)
-    if found is None:
-        found = out if isinstance(out, torch.Tensor) else getattr(out, "logits", None)
-    if not isinstance(found, torch.Tensor):
+    result = getattr(out, "loss", None)
+    if result is None:
+        result = out if isinstance(out, torch.Tensor) else getattr(out, "logits", None)
+    if not isinstance(result, torch.Tensor):
         raise ConfigError(f"loss: {type(model).__name__} returns {type(out).__name__}; say loss=")
-    return found if found.dim() == 0 else found.square().mean()
+    return result if result.dim() == 0 else result.square().mean()
 
 
 def _plain_name(name: str) -> str:
@@ -323,24 +324,24 @@ def _plain_name(name: str) -> str:
 
 
 def _full(tensor: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return found.detach()
+    full: torch.Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.detach()
 
 
 @torch.no_grad()
-def _take_weights(plain: nn.Module, stages: Sequence[nn.Module], control: Control | None) -> None:
+def _copy_weights(plain: nn.Module, stages: Sequence[nn.Module], control: Control | None) -> None:
     """Copy weights and buffers of the composed model to the plain one; all ranks take part."""
-    params = (param for each in stages for param in each.parameters())
+    params = (param for stage in stages for param in stage.parameters())
     device = next((p.device for p in params), torch.device("cpu"))
     if any(p.is_meta for p in plain.parameters()):
         _to_empty(plain, device)
     plain.to(device)
     places = dict(_named_tensors(plain))
-    found = {n: _full(tensor) for each in stages for n, tensor in _named_tensors(each)}
+    weights = {n: _full(tensor) for stage in stages for n, tensor in _named_tensors(stage)}
     if control is not None:
-        _share_weights(control, found, places)
+        _share_weights(control, weights, places)
         return
-    for name, value in found.items():
+    for name, value in weights.items():
         _check_shape(name, value.shape, places.get(name))
         places[name].copy_(value)
 
@@ -365,25 +366,26 @@ def _to_empty(plain: nn.Module, device: torch.device) -> None:
 
 
 def _compare(plain: nn.Module, composed: nn.Module, tolerance: float) -> Iterator[GradientCheck]:
-    every = plain.named_parameters(remove_duplicate=False)
-    theirs = {_plain_name(name): param for name, param in every}
-    wanted_ones = [param.grad for param in theirs.values() if param.grad is not None]
-    largest = max((float(_rms(grad.double())) for grad in wanted_ones if grad.numel()), default=0.0)
+    plain_params = {
+        _plain_name(name): param for name, param in plain.named_parameters(remove_duplicate=False)
+    }
+    plain_grads = [param.grad for param in plain_params.values() if param.grad is not None]
+    largest = max((float(_rms(grad.double())) for grad in plain_grads if grad.numel()), default=0.0)
     for wrapped, param in composed.named_parameters():
         name = _plain_name(wrapped)
-        wanted, grad = theirs[name].grad, param.grad
-        if grad is None or wanted is None:
+        expected, grad = plain_params[name].grad, param.grad
+        if grad is None or expected is None:
             # All ranks of a parameter agree on the presence of its gradient.
-            if (grad is None) != (wanted is None):
-                zero = wanted is None and grad is not None and not _full(grad).count_nonzero()
+            if (grad is None) != (expected is None):
+                zero = expected is None and grad is not None and not _full(grad).count_nonzero()
                 if not zero:
                     missing = "composed" if grad is None else "one process"
                     yield GradientCheck(name, missing=missing)
             continue
-        g, q = _full(grad).double().flatten(), wanted.detach().double().flatten()
-        apart = float(_rms(g - q)) if g.numel() else 0.0
-        if apart <= 4 * tolerance**2 * largest:
-            yield GradientCheck(name, rest=apart / (largest or 1.0), is_rounding=True)
+        g, q = _full(grad).double().flatten(), expected.detach().double().flatten()
+        difference = float(_rms(g - q)) if g.numel() else 0.0
+        if difference <= 4 * tolerance**2 * largest:
+            yield GradientCheck(name, rest=difference / (largest or 1.0), is_rounding=True)
             continue
         length = q.norm()
         if not length:
@@ -412,14 +414,14 @@ Stages = TypeVar("Stages", bound=Sequence[torch.nn.Module])
 
 def _check_exact(stages: Stages) -> Stages:
     """Return the stages. **Raises** ConfigError for encoded weights or gradients."""
-    engines = (find_engine(each) for each in stages)
-    asked = [u.precision for engine in engines if engine is not None for u in engine.units]
-    if any(each.reduce_coding for each in asked):
+    engines = (find_engine(stage) for stage in stages)
+    precisions = [u.precision for engine in engines if engine is not None for u in engine.units]
+    if any(precision.reduce_coding for precision in precisions):
         raise ConfigError(
             "compose: its reductions are encoded (Precision(reduce=)), so its gradients are "
-            "rounded more than one process's; ask for a dtype as reduce= for the check"
+            "rounded more than one process's; choose a dtype as reduce= for the check"
         )
-    if any(each.gather for each in asked):
+    if any(precision.gather for precision in precisions):
         raise ConfigError(
             "compose: its gathers are encoded (Precision(gather=)), so its gradients are those of "
             "other weights than one process has; leave gather= out for the check"
@@ -429,7 +431,7 @@ def _check_exact(stages: Stages) -> Stages:
 
 @torch.no_grad()
 def _share_weights(
-    control: Control, mine: Mapping[str, torch.Tensor], plain: Mapping[str, torch.Tensor]
+    control: Control, local: Mapping[str, torch.Tensor], plain: Mapping[str, torch.Tensor]
 ) -> None:
     """Copy the stages' full tensors to a plain model, by name.
 
@@ -438,37 +440,37 @@ def _share_weights(
     **Raises** ConfigError, on all ranks, for names and shapes that differ from the plain model's,
     and for parameters that no stage has.
     """
-    shapes = {name: list(tensor.shape) for name, tensor in mine.items()}
+    shapes = {name: list(tensor.shape) for name, tensor in local.items()}
     rows = exchange_any(control, json.dumps(shapes).encode())
-    having: dict[str, int] = {}
+    first_rank: dict[str, int] = {}
     for rank, row in enumerate(rows):
         for name, shape in json.loads(row).items():
-            having.setdefault(name, rank)
+            first_rank.setdefault(name, rank)
             _check_shape(name, shape, plain.get(name))
-    held = {id(plain[name]) for name in having}
+    held = {id(plain[name]) for name in first_rank}
     for name, place in plain.items():
         if id(place) not in held and isinstance(place, torch.nn.Parameter):
             raise ConfigError(
                 f"compose: no stage has '{name}' of the plain model; a stage has its layers under "
                 "the names of the whole model"
             )
-    for name in sorted(having):
-        place, source = plain[name], having[name]
+    for name in sorted(first_rank):
+        place, source = plain[name], first_rank[name]
         if source == control.rank:
-            place.copy_(mine[name])
+            place.copy_(local[name])
         data = place.detach().cpu().contiguous().reshape(-1)
-        said = control.broadcast(data.view(torch.uint8).numpy().tobytes(), source)
-        if said and source != control.rank:
-            place.copy_(torch.frombuffer(bytearray(said), dtype=place.dtype).view(place.shape))
+        received = control.broadcast(data.view(torch.uint8).numpy().tobytes(), source)
+        if received and source != control.rank:
+            place.copy_(torch.frombuffer(bytearray(received), dtype=place.dtype).view(place.shape))
 
 
 def _check_shape(name: str, shape: Sequence[int], place: torch.Tensor | None) -> None:
     """Check that the plain model has a composed model's tensor. **Raises** ConfigError."""
     if place is None or tuple(place.shape) != tuple(shape):
-        found = "has no such tensor" if place is None else f"has {tuple(place.shape)}"
+        got = "has no such tensor" if place is None else f"has {tuple(place.shape)}"
         raise ConfigError(
             f"make_model: '{name}' {tuple(shape)} of the composed model; the plain one "
-            f"{found}. compose= must keep names and shapes"
+            f"{got}. compose= must keep names and shapes"
         )
 
 
@@ -476,9 +478,9 @@ def _of_all_stages(
     control: Control, checks: Sequence[Mapping[str, Any]], order: Sequence[str]
 ) -> list[dict[str, Any]]:
     """Return all ranks' checks, each parameter once, in the plain model's order."""
-    found: dict[str, dict[str, Any]] = {}
+    by_name: dict[str, dict[str, Any]] = {}
     for row in exchange_any(control, json.dumps(list(checks)).encode()):
         for check in json.loads(row):
-            found.setdefault(check["name"], check)
+            by_name.setdefault(check["name"], check)
     places = {name: place for place, name in enumerate(order)}
-    return sorted(found.values(), key=lambda check: places[check["name"]])
+    return sorted(by_name.values(), key=lambda check: places[check["name"]])

@@ -1,4 +1,4 @@
-"""Writes to full parameters that no version shows, found by their values."""
+"""The check for writes to full parameters that do not change a tensor's version."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,8 +45,8 @@ def check_writes(model: Model) -> Iterator[None]:
     finally:
         for unit, watch_before in zip(parts.units, outer, strict=True):
             unit.slots.watch = watch_before
-    found = "\n".join(name for _, watch in watches for name in watch.written)
-    rows = exchange_any(parts.everyone, found.encode())
+    written = "\n".join(name for _, watch in watches for name in watch.written)
+    rows = exchange_any(parts.everyone, written.encode())
     ranks: dict[str, list[int]] = {}
     for rank, row in zip(parts.everyone.members or [dist.get_rank()], rows, strict=True):
         for name in row.decode().splitlines():

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from shardwise import terminal
 from shardwise.cli.flags import check_target, takes_keys
 from shardwise.cli.tables import make_table
-from shardwise.cli.train import read_place, told_by_one_rank
+from shardwise.cli.train import read_place, report_errors_once
 from shardwise.errors import ConfigError
 from shardwise.keys import check_keys, key
 from shardwise.plan.machine.calibration import Calibration, to_json, write_calibration
@@ -49,7 +49,7 @@ def bench(context: typer.Context, _: object, flags: dict[str, object]) -> int:
     """
     asked = check_keys(BenchFlags, {}, flags, None, "bench")
     place, output = read_place(os.environ), asked.output
-    with told_by_one_rank(place):
+    with report_errors_once(place):
         check_target("output", output)
         if not os.access(folder := output.parent, os.W_OK):
             raise ConfigError(f"flag --output: the folder {folder} is not writable")

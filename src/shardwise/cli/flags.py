@@ -62,7 +62,7 @@ def print_json(facts: Mapping[str, object]) -> None:
     terminal.say(json.dumps(facts, indent=2) + "\n")
 
 
-def print_found(
+def print_result(
     facts: Callable[[], Mapping[str, object]], view: Callable[[], RenderableType], as_json: bool
 ) -> None:
     """Print facts for programs, or their view for people."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from shardwise import terminal
-from shardwise.cli.flags import check_target, print_found, takes_keys, write_file
+from shardwise.cli.flags import check_target, print_result, takes_keys, write_file
 from shardwise.errors import ConfigError
 from shardwise.keys import check_keys
 from shardwise.plan.request import PlanRequest
@@ -96,9 +96,9 @@ def _print_assumed(
         return Group(Text(assumed or ""), view())
 
     if assumed is None:
-        print_found(facts, view, as_json)
+        print_result(facts, view, as_json)
     else:
-        print_found(facts_with, view_with, as_json)
+        print_result(facts_with, view_with, as_json)
 
 
 def accounting_view(chosen: Accounting) -> RenderableType:

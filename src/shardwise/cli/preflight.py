@@ -14,7 +14,7 @@ from rich.text import Text
 from shardwise.axes import Axes
 from shardwise.cli.flags import print_json
 from shardwise.cli.tables import make_table
-from shardwise.cli.train import read_place, told_by_one_rank
+from shardwise.cli.train import read_place, report_errors_once
 from shardwise.errors import ConfigError
 from shardwise.progress import share_bar
 from shardwise.quantities import format_bytes
@@ -24,7 +24,7 @@ from shardwise.train.launch import RankPlace, launch_local_ranks
 
 if TYPE_CHECKING:
     from shardwise.cli.doctor import DoctorFlags
-    from shardwise.preflight.checks import Node, Preflight
+    from shardwise.preflight.checks import NodeReport, Preflight
 
 _CODES = {"ok": 0, "odd": 1, "failed": 2}
 _LOOKS = {"ok": "green", "odd": "yellow", "failed": "bold red"}
@@ -33,7 +33,7 @@ _LOOKS = {"ok": "green", "odd": "yellow", "failed": "bold red"}
 def look_ahead(context: typer.Context, file: Path | None, asked: DoctorFlags) -> int:
     """Run the preflight as this rank, or launch local ranks for it; return the exit code."""
     place = read_place(os.environ)
-    with told_by_one_rank(place):
+    with report_errors_once(place):
         config = None if file is None else load_config(file, {})
         degrees = read_axes(asked.axes) if asked.axes or config is None else config.axes
         folder = asked.folder or (config.output if config is not None else None)
@@ -94,7 +94,7 @@ def _show(found: Preflight) -> None:
     )
 
 
-def _cells(node: Node) -> list[str]:
+def _cells(node: NodeReport) -> list[str]:
     def shown(value: float | None, text: str, factor: float = 1.0) -> str:
         return "" if value is None else text.format(value * factor)
 

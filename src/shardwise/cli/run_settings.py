@@ -15,7 +15,7 @@ from shardwise.plan.request import ModelRequest
 from shardwise.plan.sizes import OPTIMIZERS
 from shardwise.train.checks import check_micro_batches
 from shardwise.train.config import TrainConfig, dump_config
-from shardwise.train.optimizers import is_own
+from shardwise.train.optimizers import is_shardwise_adamw
 
 _STATE_LINES = ("param_shards", "param_full", "grad_shards", "optimizer_state")
 _OF_MOMENTS = {"bf16": "adamw_bf16_moments", "8bit": "adamw_8bit"}
@@ -54,7 +54,7 @@ def _planned_optimizer(config: TrainConfig) -> str:
     name, options = str(config.optimizer), config.optimizer_options or {}
     if name == "sgd" and options.get("momentum"):
         return "sgd_momentum"
-    if is_own(name, options):
+    if is_shardwise_adamw(name, options):
         if options.get("moments") == "8bit" and options.get("block", BLOCK) != BLOCK:
             raise ConfigError(
                 f"optimizer_options: a plan counts blocks of {BLOCK}; got {options['block']} in "

@@ -9,7 +9,7 @@ from dataclasses import asdict
 import typer
 from rich.console import Group
 
-from shardwise.cli.flags import check_target, print_found, takes_keys, write_file
+from shardwise.cli.flags import check_target, print_result, takes_keys, write_file
 from shardwise.cli.plan import MODEL, list_names
 from shardwise.cli.plan_setup import Setup, at_ranks, set_up
 from shardwise.cli.plan_tables import goodput_view, scaling_view, simulation_view
@@ -52,7 +52,7 @@ def _simulate_model(name: str | None, request: SimulateRequest) -> int:
         views.append(scaling_view(rows))
     if goodput is not None:
         views.append(goodput_view(goodput, request.checkpoint_interval_s))
-    print_found(lambda: facts, lambda: Group(*views), request.json_)
+    print_result(lambda: facts, lambda: Group(*views), request.json_)
     return _DOES_NOT_FIT if made.verdict == "will not fit" else 0
 
 

@@ -50,7 +50,7 @@ def train(context: typer.Context, file: Path | None, flags: dict[str, object]) -
     has_launcher = "TORCHELASTIC_RUN_ID" in os.environ  # torchrun, or our own
     stop = StopRequest.of_process(has_launcher) if place is not None else None
     try:
-        with told_by_one_rank(place):
+        with report_errors_once(place):
             flags, shortened = _shorten_warmup(file, flags)
             config, report = read_run(file, flags, place)
             num_ranks = place.world_size if place is not None else config.ranks or 1
@@ -74,7 +74,7 @@ def train(context: typer.Context, file: Path | None, flags: dict[str, object]) -
 
 
 @contextmanager
-def told_by_one_rank(place: RankPlace | None) -> Iterator[None]:
+def report_errors_once(place: RankPlace | None) -> Iterator[None]:
     """Report an error that all ranks raise on the first rank only, others with their rank.
 
     Without a launcher there is no ``place``, and every error is raised.

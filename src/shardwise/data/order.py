@@ -81,7 +81,7 @@ class BatchShare:
 
     @property
     def divisor(self) -> float:
-        """What a mean loss of a micro-batch is divided by, so that ranks' means are the step's."""
+        """The divisor of a micro-batch's mean loss, so that the ranks' mean is that of the step."""
         return self.num_micro_batches / self.num_parts
 
     def micro_batch_of(self, number: int) -> int:
@@ -89,17 +89,23 @@ class BatchShare:
         return number * self.num_parts + self.part
 
     def counts(self, number: int) -> bool:
-        """Tell whether a pass has a micro-batch; otherwise its weight is 0."""
+        """True if a pass has a micro-batch; otherwise its weight is 0."""
         return self.micro_batch_of(number) < self.num_micro_batches
 
     def indices(self, number: int) -> range:
-        """Return a pass's samples as indices of the global batch; without any, those of another."""
+        """Return a pass's samples as indices of the global batch.
+
+        A pass without a micro-batch gets those of another pass.
+        """
         start = self.micro_batch_of(number) % self.num_micro_batches * self.micro_batch
         return range(start, start + self.micro_batch)
 
 
 def seed_of(seed: int, number: int, what: str) -> int:
-    """Return the seed of one of several. Torch uses 32 bits; adding the number keeps them apart."""
+    """Return the seed of generator ``number`` for a purpose.
+
+    Torch uses 32 bits, so the number is added: seeds of different numbers always differ.
+    """
     digest = hashlib.blake2b(f"{what} of seed {seed}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") + number
 

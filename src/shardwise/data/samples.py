@@ -26,7 +26,7 @@ class MicroBatch(Generic[_Batch]):
     """One pass: its batch, the weight of its mean loss, and whether it ends the step.
 
     The mean over all ranks of the sum of weighted losses is the mean loss of the global batch. A
-    weight of 0 stands for no micro-batch; its pass must run all the same.
+    weight of 0 means that there is no micro-batch; its pass must run nevertheless.
     """
 
     batch: _Batch
@@ -64,7 +64,7 @@ class Step(Generic[_Batch]):
 
 
 class Samples:
-    """The samples that this rank takes in each step, whatever the number of ranks.
+    """The samples that this rank takes in each step, for any number of ranks.
 
     Give it to a loader as ``batch_sampler`` and iterate `steps`. The loader may be torch's
     `DataLoader` or torchdata's `StatefulDataLoader`, with workers, over a dataset with
@@ -135,7 +135,7 @@ class Samples:
     def steps(self, loader: Iterable[_Batch], until: int | None = None) -> Iterator[Step[_Batch]]:
         """Yield the steps from the position on to ``until``; ``loader`` uses these samples.
 
-        **Raises** StateError if a step is asked for before the passes of the last one are taken, or
+        **Raises** StateError if a step is requested before all passes of the last one are taken, or
         the process group was made after these samples.
         """
         if _place()[1] != self._num_ranks:
@@ -155,7 +155,7 @@ class Samples:
             number += 1
 
     def state_dict(self) -> dict[str, object]:
-        """Return the position and what the order follows from, the same on all ranks."""
+        """Return the position and the facts that decide the order, the same on all ranks."""
         return {"step": self.step, **self._facts}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
@@ -163,11 +163,11 @@ class Samples:
 
         **Raises** StateError if the position is of other samples, another batch or another seed.
         """
-        for key, ours in self._facts.items():
-            if state.get(key) != ours or isinstance(state[key], bool) != isinstance(ours, bool):
+        for key, value in self._facts.items():
+            if state.get(key) != value or isinstance(state[key], bool) != isinstance(value, bool):
                 raise StateError(
                     f"samples: {key} was {state.get(key)} when this position was saved and is "
-                    f"{ours} now, so its samples would be others; set it back, or do not load it"
+                    f"{value} now, so its samples would be others; set it back, or do not load it"
                 )
         step = state["step"]
         if not isinstance(step, int) or step < 0:

@@ -21,7 +21,7 @@ class TokenFiles(Dataset[tuple[Tensor, Tensor]]):
     """Windows of token files, as a dataset of (ids, targets), each int64 [seq].
 
     ``files`` are `.npy` files of one row of integers, or raw files of ``dtype``, of any size: they
-    are mapped, and a window is read when it is asked for. A window starts at a multiple of ``seq``
+    are mapped, and a window is read when it is requested. A window starts at a multiple of ``seq``
     and has one token more for the targets, which are one ahead; it never spans two files.
 
     **Cost** a window is one read of ``seq + 1`` tokens. Workers of a DataLoader map the files anew.

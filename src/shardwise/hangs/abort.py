@@ -1,24 +1,24 @@
-"""The watch of a process: it publishes what this rank does, and ends waits that cannot end.
+"""The watch of a process: it publishes this rank's heartbeat, and ends waits that cannot end.
 
 Note [The rule]
 Once a second a thread publishes this rank's heartbeat, reads those of the ranks that the wait of
 the main thread needs, and ends the wait in two cases: a rank that it needs is gone, or it has
 lasted for the limit of `watch`. If `watch` was not called, and the program gave the process group
-no timeout of its own, that is 5 minutes: but a rank that is at work (it compiles, loads or saves)
-is waited for until the timeout of the process group. Its error has the table of the ranks, see Note
-[The table]. The cause is published with the heartbeat, and ranks that wait for this one pass it on.
-The wait is broken off, see Note [Aborting a group].
+no timeout, the limit is 5 minutes. A wait for a rank that is at work (it compiles, loads or saves)
+lasts until the timeout of the process group. The error has the table of the ranks, see Note [The
+table]. The cause is published with the heartbeat, and ranks that wait for this one pass it on. The
+wait is ended by an abort, see Note [Aborting a group].
 
 Note [A rank that has failed]
-A rank whose disk or host memory fails raises, and comes to no collective of its model before a
-load, which all ranks make. So it publishes the failure before it raises, and waits for it end. The
-failure holds until the rank begins another collective: then it has recovered. Small exchanges
-(`control`) work beside a failure: loads, and saves that report one on all ranks, are made of them.
+A rank whose disk or host memory fails raises, and enters no collective of its model before a load,
+which all ranks make. So it publishes the failure before it raises, and waits for this rank end. The
+failure holds until the rank begins another collective, which shows that it has recovered. Small
+exchanges (`control`) are no sign of that: loads use them, and saves that report a failure.
 
 Note [A store that does not answer]
 Rank 0 keeps the store if no launcher does. If rank 0 is stopped, and not dead, its connections stay
 open and a request to the store never returns. So a second thread applies the rule while a look of
-the first is late, to the heartbeats that were read before. It asks nothing of the store.
+the first is late, to the heartbeats that were read before. It sends the store no request.
 
 Note [A stopped rank]
 A launcher ends the ranks after a failure with SIGTERM, which a stopped process does not get, and
@@ -27,8 +27,8 @@ machine is stopped kills that one at its own end, when its error is printed, or 
 
 Note [Errors of torch's own calls]
 A wait in torch's own calls raises an error of torch. If that ends the program, the verdict is added
-to the error as a note. It stands in the log if the watch has ended the wait, or no hook saw the
-error.
+to the error as a note. If the watch has ended the wait, or no hook saw the error, the verdict is
+logged.
 """
 
 import atexit
@@ -62,8 +62,8 @@ from shardwise.hangs.diagnosis import (
     FAILED,
     AsyncCollectives,
     StalledCalls,
-    Table,
     Wait,
+    WaitTable,
     call_of_error,
     needed_ranks,
 )
@@ -110,21 +110,28 @@ class Watch(Listener):
     def __init__(self, look_every_s: float = 1.0, patience_s: float = 30.0) -> None:
         self.look_every_s = look_every_s
         self.patience_s = patience_s
-        self._heard, self._progress = Heartbeats(), Progress()
+        self._heartbeats = Heartbeats()
+        self._progress = Progress()
         self._counts: Counter[str] = Counter()  # of collectives begun, by key
         self._last: CollectiveKey | None = None
-        self._failure, self._left, self._follows = "", "", False  # see `Heartbeat`
+        # See `Heartbeat`.
+        self._failure = ""
+        self._left = ""
+        self._follows = False
         self._waits: dict[int, Wait] = {}  # by thread
-        self._failed: Wait | None = None  # whose cause is looked for
-        self._async, self._stalled = AsyncCollectives(), StalledCalls()
+        self._failed: Wait | None = None  # its cause is being determined
+        self._async = AsyncCollectives()
+        self._stalled = StalledCalls()
         self._blocking: WeakKeyDictionary[dist.ProcessGroup | None, bool] = WeakKeyDictionary()
-        self._verdicts: dict[int, str] = {}  # of waits that were broken off, by thread
+        self._verdicts: dict[int, str] = {}  # of aborted waits, by thread
         self._threads: list[threading.Thread] = []
         self._pid = 0  # of the process that runs the threads: they do not run in its forks
-        self._stop, self._wake = threading.Event(), threading.Event()
+        self._stop = threading.Event()
+        self._wake = threading.Event()
         self._looked = threading.Condition()
-        self._num_begun = self._num_looks = 0  # looks begun, and ended
-        self._look_began_s: float | None = None  # of the look under way
+        self._num_begun = 0  # looks
+        self._num_looks = 0  # that have ended
+        self._look_began_s: float | None = None  # of the present look
         self._lost_store: dist.Store | None = None
         self._has_logged_error = False
         self._stopped: list[Process] = []  # see Note [A stopped rank]
@@ -138,11 +145,10 @@ class Watch(Listener):
         """Start the threads, if they do not run."""
         if self._threads or not dist.is_initialized():
             return
-        self._pid, self._heard, self._progress = (
-            os.getpid(),
-            Heartbeats(),
-            Progress(),
-        )  # of this process: it may be a fork
+        # This process may be a fork.
+        self._pid = os.getpid()
+        self._heartbeats = Heartbeats()
+        self._progress = Progress()
         self._launcher = launcher_process() if dist.is_torchelastic_launched() else None
         for run in (self._look_regularly, self._look_at_looks):
             self._threads.append(threading.Thread(target=run, name="shardwise-watch", daemon=True))
@@ -163,7 +169,7 @@ class Watch(Listener):
         return number
 
     def launch(self, key: CollectiveKey, number: int, works: Sequence[dist.Work]) -> None:
-        """Note a collective that runs on a device, see `AsyncCollectives`."""
+        """Record a collective that runs on a device, see `AsyncCollectives`."""
         blocks = self._blocking.get(key.group)
         if blocks is None:
             blocks = self._blocking[key.group] = waits_block(key.group)
@@ -172,22 +178,22 @@ class Watch(Listener):
             self.start()
 
     def enter(self, key: CollectiveKey, number: int) -> None:
-        """Note that this thread waits from now on."""
+        """Record that this thread begins to wait."""
         self._waits[threading.get_ident()] = Wait(key, number)
         self.start()
 
     def leave(self, is_over: bool) -> None:
-        """Note that this thread's wait has ended; ``is_over``: without an error."""
+        """Record that this thread's wait has ended; ``is_over``: without an error."""
         self._waits.pop(threading.get_ident(), None)
 
     def find_cause(self, key: CollectiveKey, reason: str) -> str:
-        """Return why a collective has failed: the verdict that ended the wait, or another cause."""
+        """Return the cause of a failed collective: the verdict that ended the wait, or another."""
         verdict = self._verdicts.pop(threading.get_ident(), None)
         cause = verdict or self._cause_of(Wait(key, self._counts[key.key]), reason)
         return self._publish_cause(cause, reason)
 
     def report_failure(self, text: str) -> None:
-        """Tell ranks that wait for this one, or will, that it raises; before it does.
+        """Publish that this rank is about to raise, for ranks that wait for it now or later.
 
         See Note [A rank that has failed]. **Cost** a look.
         """
@@ -201,12 +207,12 @@ class Watch(Listener):
         if threading.current_thread() in self._threads:
             return
         with self._looked:
-            number = self._num_begun + 1  # one that is under way may have a heartbeat of before
+            number = self._num_begun + 1  # a look that has begun may publish an older state
             self._wake.set()
             self._looked.wait_for(lambda: self._num_looks >= number, _PUBLISH_S)
 
     def _publish_cause(self, cause: str, reason: str) -> str:
-        """Return the cause; if it was found, ranks that wait for this one will pass it on."""
+        """Return the cause; if it is known, publish it for ranks that wait for this one."""
         if cause != reason:
             self._failure, self._follows = cause, True
             self.publish()
@@ -225,7 +231,7 @@ class Watch(Listener):
             record = wait.record()
             while True:
                 self.publish()
-                table = Table(self._heard, dist.get_rank(), record)
+                table = WaitTable(self._heartbeats, dist.get_rank(), record)
                 if table.gone or timed_out:
                     break
                 if time.monotonic() >= until_s:
@@ -246,7 +252,7 @@ class Watch(Listener):
             return f"it has not ended in time: {table.describe()} ({_raw(reason)})"
         return f"{reason}: {table.describe()}"
 
-    # The threads that look.
+    # The looks of the threads.
     def _look_regularly(self) -> None:
         while not self._stop.is_set():
             self._wake.wait(self.look_every_s)
@@ -288,28 +294,28 @@ class Watch(Listener):
         self._exchange(None if wait is None else wait.record())
         if wait is not None and wait is not self._failed:
             self._judge(wait)
-        for thread, each in [*self._waits.items(), *([(main, wait)] if wait else [])]:
-            self._report_long_wait(thread, each)
+        for thread, waiting in [*self._waits.items(), *([(main, wait)] if wait else [])]:
+            self._report_long_wait(thread, waiting)
 
     def _wait_of_main(self) -> Wait | None:
         """Return the wait that the main thread is in for longer than a look, if it is in one."""
-        own = self._failed or self._waits.get(threading.main_thread().ident or 0)
-        if own is None and (stalled := self._stalled.look()) is not None:
+        main = self._failed or self._waits.get(threading.main_thread().ident or 0)
+        if main is None and (stalled := self._stalled.look()) is not None:
             return stalled
-        wait = own or self._async.oldest()
+        wait = main or self._async.oldest()
         is_long = wait is not None and (wait is self._failed or wait.waited_s > self.look_every_s)
         return wait if is_long else None
 
     def _exchange(self, record: WaitRecord | None) -> None:
         """Publish this rank's heartbeat; read those of the ranks that its wait needs."""
         store = dist.distributed_c10d._get_default_store()
-        self._heard.look_every_s = self.look_every_s
+        self._heartbeats.look_every_s = self.look_every_s
         if store is self._lost_store:  # each request would print a C++ stack
             return
         works = self._progress.look()  # also in a wait: the next line may compute
         heartbeat = Heartbeat(
             beat=self._num_begun,
-            process=self._heard.process,
+            process=self._heartbeats.process,
             last=self._last.text if self._last is not None else "",
             where=lines_of_main(),
             wait=record,
@@ -321,23 +327,24 @@ class Watch(Listener):
         )
         rank, read = dist.get_rank(), set[int]()
         try:
-            self._heard.publish(heartbeat)
+            self._heartbeats.publish(heartbeat)
             if record is None and self._num_begun % _READ_EVERY in (1, 2, 5):
-                ranks = sorted(range(dist.get_world_size()), key=lambda each: abs(each - rank))
-                self._heard.read([each for each in ranks[:_MAX_RANKS] if each != rank])
-            while record is not None:  # as long as those that were read wait for others
-                needed = needed_ranks(self._heard, rank, record, _MAX_RANKS).keys() - read
+                nearest = sorted(range(dist.get_world_size()), key=lambda other: abs(other - rank))
+                self._heartbeats.read([other for other in nearest[:_MAX_RANKS] if other != rank])
+            while record is not None:  # until no rank that was read waits for further ones
+                needed = needed_ranks(self._heartbeats, rank, record, _MAX_RANKS).keys() - read
                 if not needed:
                     break
-                self._heard.read(sorted(needed))
+                self._heartbeats.read(sorted(needed))
                 read |= needed
-            self._heard.is_current = True
+            self._heartbeats.is_current = True
         except dist.DistNetworkError:  # the store has ended with rank 0
-            self._lost_store, self._heard.is_current = store, False
+            self._lost_store = store
+            self._heartbeats.is_current = False
 
     def _judge(self, wait: Wait) -> None:
-        """End the wait of the main thread if it cannot end, or is over its limit: the rule."""
-        table = Table(self._heard, dist.get_rank(), wait.record())
+        """Apply Note [The rule] to the main thread's wait."""
+        table = WaitTable(self._heartbeats, dist.get_rank(), wait.record())
         limit_s = self._limit_s(wait)
         is_over = limit_s is not None and wait.waited_s >= limit_s
         if not is_over and wait.waited_s >= WAITS.idle_limit_s:
@@ -349,17 +356,17 @@ class Watch(Listener):
             self._end(wait, f"it has not ended in {wait.waited_s:.0f} s: {table.describe()}")
 
     def _limit_s(self, wait: Wait) -> float | None:
-        """Return when a wait is broken off; None if its own timeout ends it with a verdict."""
-        asked_s = WAITS.limit_s
+        """Return the seconds after which a wait is ended; None if its timeout ends it."""
+        limit_s = WAITS.limit_s
         if not wait.key.axis:  # small exchanges end by themselves
-            return None if asked_s is None else asked_s + self.look_every_s
-        if asked_s is not None or (not wait.torch_text and waits_block(wait.key.group)):
-            return asked_s
-        own_s = timeout_s_of(wait.key.group)
-        return None if own_s is None else own_s - 3 * self.look_every_s
+            return None if limit_s is None else limit_s + self.look_every_s
+        if limit_s is not None or (not wait.torch_text and waits_block(wait.key.group)):
+            return limit_s
+        timeout_s = timeout_s_of(wait.key.group)
+        return None if timeout_s is None else timeout_s - 3 * self.look_every_s
 
     def _end(self, wait: Wait, verdict: str) -> None:
-        """Break off the main thread's wait; gloo ends none by itself for a third rank's death."""
+        """Abort the main thread's wait; gloo ends none by itself if a third rank dies."""
         main = threading.main_thread().ident or 0
         if self._waits.get(main) is wait:
             if main not in self._verdicts:
@@ -368,26 +375,26 @@ class Watch(Listener):
                 if wait.key.companion is not None:
                     abort(wait.key.companion)
         elif (wait.torch_text or not waits_block(wait.key.group)) and not wait.is_ended:
-            wait.is_ended = True  # it is in no call of ours, which would raise it
+            wait.is_ended = True  # torch raises an error without the verdict, so it is logged
             who = f"rank {dist.get_rank()}: {wait.text}{line_of(main)}"
             _LOG.error("shardwise: %s failed: %s", who, verdict)
             FAILED_GROUPS.add(wait.key.group, verdict)
             self._failure, self._follows = verdict, True
-            if self._heard.is_current and not self._is_late:
+            if self._heartbeats.is_current and not self._is_late:
                 self._exchange(None)
             abort_all()
 
-    def _note_stopped(self, table: Table) -> None:
-        """Note the ranks that are stopped where a wait was over its limit."""
+    def _note_stopped(self, table: WaitTable) -> None:
+        """Record the ranks that are stopped when a wait is over its limit."""
         if not self._stopped and table.stopped:
             self._stopped = table.stopped
             self._kill_at_s = time.monotonic() + _KILL_AFTER_S
 
     def _kill_stopped(self) -> None:
-        """Kill the ranks that were stopped, if they still are."""
+        """Kill the recorded ranks that are still stopped."""
         stopped, self._stopped, self._kill_at_s = self._stopped, [], math.inf
         for process in stopped:
-            if kill_stopped(process, self._heard.process):
+            if kill_stopped(process, self._heartbeats.process):
                 _LOG.warning("shardwise: killed %s, a rank that was stopped", process)
 
     def _report_long_wait(self, thread: int, wait: Wait) -> None:
@@ -396,12 +403,12 @@ class Watch(Listener):
         wait.is_reported = True
         rank = dist.get_rank()
         who = f"rank {rank} has waited {self.patience_s:.0f} s in {wait.text}{line_of(thread)}"
-        table = Table(self._heard, rank, wait.record())
+        table = WaitTable(self._heartbeats, rank, wait.record())
         if table.reporter == rank:
-            said = f"{who}: {table.describe()}. Every rank must make this call"
+            text = f"{who}: {table.describe()}. Every rank must make this call"
         else:
-            said = f"{who}; rank {table.reporter} logs what each rank does"
-        _LOG.warning("shardwise: %s", said)
+            text = f"{who}; rank {table.reporter} logs what each rank does"
+        _LOG.warning("shardwise: %s", text)
 
     def _look_at_looks(self) -> None:
         """Apply the rule while a look hangs; see Note [A store that does not answer]."""
@@ -409,14 +416,14 @@ class Watch(Listener):
             if time.monotonic() >= self._kill_at_s:
                 self._kill_stopped()
             if self._is_late and dist.is_initialized():
-                self._heard.is_current = False
+                self._heartbeats.is_current = False
                 with suppress(RuntimeError, ValueError, KeyError):  # the group was destroyed
                     if (wait := self._wait_of_main()) is not None:
                         self._judge(wait)
 
     @property
     def _is_late(self) -> bool:
-        """Tell whether the look under way is late."""
+        """True if the present look is late."""
         began_s = self._look_began_s
         return began_s is not None and time.monotonic() - began_s > 2 * self.look_every_s
 
@@ -431,7 +438,7 @@ class Watch(Listener):
         self._hook_before(kind, error, trace)
 
     def _report_exit(self) -> None:
-        """Publish how this rank's program has ended; log why a call of torch's has failed."""
+        """Publish the end of this rank's program; log the cause if a call of torch's has failed."""
         if os.getpid() != self._pid:
             return
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
@@ -443,20 +450,20 @@ class Watch(Listener):
                 logged, cause = FAILED_GROUPS.reasons(), self._explain(error)
                 if cause is not None and not any(reason in cause for reason in logged):
                     _LOG.error("shardwise: %s", cause)
-                if self._heard.is_current and dist.get_rank() == 0:
+                if self._heartbeats.is_current and dist.get_rank() == 0:
                     time.sleep(_LINGER_S)  # it may keep the store that others read
         self._kill_stopped()
-        self._stop.set()  # a thread that is in C++ while Python ends would abort
+        self._stop.set()  # a thread in C++ at the end of Python would abort the process
         self._wake.set()
         self._threads[0].join(0 if self._is_late else _PUBLISH_S)
         self._threads[1].join(_PUBLISH_S)
 
     def _is_one_of_several(self) -> bool:
-        is_rank = dist.is_initialized() and self._pid == os.getpid()  # and no fork of one
+        is_rank = dist.is_initialized() and self._pid == os.getpid()  # not a fork of a rank
         return is_rank and dist.get_world_size() > 1
 
     def _explain(self, error: BaseException) -> str | None:
-        """Publish the error that ends this program; return, once, why a call of torch's failed."""
+        """Publish the error that ends this program; return the cause of a failed call, once."""
         if error is self._explained or not self._is_one_of_several():
             return None
         self._explained = error

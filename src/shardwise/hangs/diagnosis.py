@@ -2,16 +2,16 @@
 
 Note [Waits in torch's own calls]
 A loop makes collectives itself (an averaged loss, a barrier), and so do DTensors, pipelines and the
-reducer of `DistributedDataParallel` inside `backward()`. They report no wait. But a thread that
-waits stands still: at two looks in succession the main thread is in the same call, and no
-collective has begun in between. The call of the autograd engine is the same for a computation, so
-there the thread must have used no time of a core either.
+reducer of `DistributedDataParallel` inside `backward()`. They report no wait. A wait is detected by
+comparing two looks: the main thread is in the same call, and no collective has begun in between.
+The call of the autograd engine is the same for a computation, so in it the thread must also have
+used no time of a core.
 
 Note [The table]
-A wait needs the ranks of its collective. A rank of these may wait in another collective, and then
-the ranks of that one are needed too, and so on. Each rank of the table waits, or is in a line of
-the program, or is gone: it has died, ended or failed. If a rank that is gone follows another one's
-failure, its own verdict is passed on instead of a new one.
+A wait needs the ranks of its collective. If one of these ranks waits in another collective, the
+ranks of that collective are needed too, and so on. Each rank of the table waits, or is in a line of
+the program, or is gone: it has died, ended or failed. If a gone rank follows another rank's
+failure, its verdict is passed on instead of a new one.
 """
 
 import sys
@@ -63,7 +63,7 @@ _TEXTS = tomllib.loads(files(__package__).joinpath("texts.toml").read_text(encod
 
 @dataclass(eq=False)
 class Wait:
-    """A collective under way, or a call of torch's own.
+    """A collective in flight, or a call of torch.distributed by the program.
 
     ``number`` is that of the collective among those of its key. A call of torch's has 0, and
     ``torch_text`` describes it with this rank's arguments. ``needs_all``: no rank can end it
@@ -89,7 +89,7 @@ class Wait:
         return self.torch_text or self.key.text
 
     def record(self) -> WaitRecord:
-        """Return its description for other ranks; it is the main thread's.
+        """Return the main thread's wait as other ranks read it.
 
         **Raises** KeyError or ValueError if its group was destroyed.
         """
@@ -110,17 +110,19 @@ class StalledCalls:
     def __init__(self) -> None:
         self._place: tuple[object, ...] = ()
         self._since_s = 0.0
-        self._found: Wait | None = None
+        self._wait: Wait | None = None
 
     def look(self) -> Wait | None:
         """Return the wait that the main thread has been in since the last look, or longer."""
         place = _place_of_main()
         if place != self._place:
-            self._place, self._found, self._since_s = place, None, time.monotonic()
-        elif self._found is None and (found := torch_call()) is not None:
-            found.begun_s = self._since_s
-            self._found = found
-        return self._found
+            self._place = place
+            self._wait = None
+            self._since_s = time.monotonic()
+        elif self._wait is None and (wait := torch_call()) is not None:
+            wait.begun_s = self._since_s
+            self._wait = wait
+        return self._wait
 
 
 _Launched = deque[tuple[Wait, Sequence[dist.Work]]]
@@ -138,19 +140,19 @@ class AsyncCollectives:
         self._lock = threading.Lock()  # the main thread and the watch both drop the ended ones
 
     def add(self, wait: Wait, works: Sequence[dist.Work]) -> None:
-        """Note one that has begun; drop the ended ones, whose tensors would stay alive."""
+        """Add a collective that has begun; drop ended ones, which keep their tensors alive."""
         with self._lock:
             launched = self._by_group.setdefault(wait.key.group_name, deque())
             _drop_ended(launched)
             launched.append((wait, works))
 
     def oldest(self) -> Wait | None:
-        """Return the first of its group that has not ended, and of these the oldest."""
+        """Return the oldest collective that has not ended, of the first ones of all groups."""
         with self._lock:
             for launched in self._by_group.values():
                 _drop_ended(launched)
-            found = [launched[0][0] for launched in self._by_group.values() if launched]
-        return min(found, key=lambda wait: wait.begun_s, default=None)
+            firsts = [launched[0][0] for launched in self._by_group.values() if launched]
+        return min(firsts, key=lambda wait: wait.begun_s, default=None)
 
 
 def _drop_ended(launched: _Launched) -> None:
@@ -165,7 +167,7 @@ def _drop_ended(launched: _Launched) -> None:
             launched[0][0].begun_s = max(launched[0][0].begun_s, time.monotonic())
 
 
-# -- torch's own calls
+# -- calls of torch.distributed by the program
 
 
 def torch_call() -> Wait | None:
@@ -186,9 +188,9 @@ def call_of_error(error: BaseException) -> Wait | None:
 
 
 def _place_of_main() -> tuple[object, ...]:
-    """Return where the main thread is, and how many collectives torch has begun.
+    """Return the main thread's place, and the number of collectives that torch has begun.
 
-    If two looks find the same, it has stood still in between; in backward, without computing.
+    If two looks return the same, the thread has waited in between.
     """
     begun, main = 0, threading.main_thread().ident or 0
     for group in list(getattr(dist.distributed_c10d._world, "pg_map", {})):
@@ -199,7 +201,7 @@ def _place_of_main() -> tuple[object, ...]:
         return (begun,)
     core_s = 0.0
     if _is_backward(frame):
-        with suppress(AttributeError, OSError):  # a system that does not tell it
+        with suppress(AttributeError, OSError):  # a system without this clock
             core_s = round(time.clock_gettime(time.pthread_getcpuclockid(main)), 2)
     return id(frame), frame.f_lasti, frame.f_code.co_name, core_s, begun
 
@@ -238,9 +240,9 @@ def _call_in(frames: list[FrameType]) -> Wait | None:
     of = "".join(f" of {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in given)
     if group is None:
         return _torch_wait(kind, None, False, f"torch's {kind}{of}")
-    said = str(getattr(group, "group_desc", "") or "")
-    axis = said.removeprefix("mesh_")
-    over = f"axis '{axis}'" if axis != said else name_ranks(ranks_of(group))
+    description = str(getattr(group, "group_desc", "") or "")
+    axis = description.removeprefix("mesh_")
+    over = f"axis '{axis}'" if axis != description else name_ranks(ranks_of(group))
     needs_all = kind.startswith(_NEED_ALL)
     return _torch_wait(kind, group, needs_all, f"torch's {kind}{of} over {over}")
 
@@ -278,41 +280,43 @@ def _group_in(frames: list[FrameType]) -> dist.ProcessGroup | None:
 
 
 def needed_ranks(
-    heard: Heartbeats, rank: int, wait: WaitRecord, most: int = sys.maxsize
+    heartbeats: Heartbeats, rank: int, wait: WaitRecord, most: int = sys.maxsize
 ) -> dict[int, WaitRecord]:
     """Return the ranks that a wait of ``rank`` needs, each with the wait that needs it.
 
     At most about ``most``, the nearest first. See Note [The table].
     """
-    found: dict[int, WaitRecord] = {}
+    needed: dict[int, WaitRecord] = {}
     todo = [wait]
-    while todo and len(found) < most:
+    while todo and len(needed) < most:
         by = todo.pop(0)
-        for other in sorted(by.ranks, key=lambda each: abs(each - rank))[: most + 1]:
-            if other == rank or other in found:
+        for other in sorted(by.ranks, key=lambda other: abs(other - rank))[: most + 1]:
+            if other == rank or other in needed:
                 continue
-            found[other] = by
-            beat = heard.newest(other)
+            needed[other] = by
+            beat = heartbeats.newest(other)
             if beat is not None and beat.wait is not None and not beat.has_begun(by):
                 todo.append(beat.wait)
-    return found
+    return needed
 
 
-class Table:
-    """The ranks that a wait of ``rank`` needs, as far as was heard: see Note [The table].
+class WaitTable:
+    """The ranks that a wait of ``rank`` needs, by their heartbeats: see Note [The table].
 
     ``gone`` never come, ``missing`` have not come yet, ``waiting`` wait too.
     """
 
-    def __init__(self, heard: Heartbeats, rank: int, wait: WaitRecord) -> None:
+    def __init__(self, heartbeats: Heartbeats, rank: int, wait: WaitRecord) -> None:
         self.gone: list[int] = []
         self.missing: list[int] = []
-        self._heard, self._rank = heard, rank
+        self._heartbeats = heartbeats
+        self._rank = rank
         self._waiting: dict[int, WaitRecord] = {rank: wait}
         self._lives: dict[int, tuple[Life, str]] = {}
-        for other, by in needed_ranks(heard, rank, wait).items():
-            beat = heard.newest(other)
-            self._lives[other] = life, cause = heard.life(other)
+        for other, by in needed_ranks(heartbeats, rank, wait).items():
+            beat = heartbeats.newest(other)
+            life, cause = heartbeats.life(other)
+            self._lives[other] = life, cause
             failed = beat is not None and bool(beat.failed) and wait.trains
             if failed or _is_gone(beat, life, cause, by):
                 self.gone.append(other)
@@ -323,32 +327,33 @@ class Table:
 
     @property
     def reporter(self) -> int:
-        """The lowest rank that is in this wait, which logs the table of a long one for all.
+        """The rank that logs the table of a long wait: the lowest rank that is in it.
 
-        Where this rank has not heard of every other one, without the store or among more ranks than
-        one rank reads, the lowest may not know what this one knows: then each logs its own.
+        A rank that lacks heartbeats logs its own table, as the lowest rank may know less. That is
+        so without the store, and among more ranks than one rank reads.
         """
-        if not self._heard.is_current or any(self._heard.newest(r) is None for r in self._lives):
+        is_incomplete = any(self._heartbeats.newest(rank) is None for rank in self._lives)
+        if is_incomplete or not self._heartbeats.is_current:
             return self._rank
-        mine = self._waiting[self._rank].key
-        return min(rank for rank, wait in self._waiting.items() if wait.key == mine)
+        key = self._waiting[self._rank].key
+        return min(rank for rank, wait in self._waiting.items() if wait.key == key)
 
     @property
     def followers(self) -> list[int]:
-        """The ranks that are ending because of another one, and do not say of which."""
-        beats = {rank: self._heard.newest(rank) for rank in self.missing}
+        """The missing ranks that end because of another rank's failure."""
+        beats = {rank: self._heartbeats.newest(rank) for rank in self.missing}
         return [rank for rank, beat in beats.items() if beat is not None and beat.left]
 
     def describe_unheard(self) -> str | None:
-        """Return the sentence about ranks that have made no call, and whose connection is over."""
-        ranks = [rank for rank in self.missing if self._heard.newest(rank) is None]
+        """Describe missing ranks without a heartbeat; return None if there are none."""
+        ranks = [rank for rank in self.missing if self._heartbeats.newest(rank) is None]
         never: str = _TEXTS["table"]["never"]
         return never.format(ranks=name_ranks(ranks)) if ranks else None
 
     @property
     def may_come(self) -> bool:
-        """Tell whether a rank that has not come is at work, or has not begun to publish."""
-        beats = {rank: self._heard.newest(rank) for rank in self.missing}
+        """True if a missing rank is at work, or has not begun to publish heartbeats."""
+        beats = {rank: self._heartbeats.newest(rank) for rank in self.missing}
         return any(
             beat is None or (beat.works and self._lives[rank][0] == "alive")
             for rank, beat in beats.items()
@@ -356,25 +361,25 @@ class Table:
 
     @property
     def stopped(self) -> list[Process]:
-        """The processes of this machine that have not come and are stopped."""
-        beats = [self._heard.newest(r) for r in self.missing if self._lives[r][0] == "stopped"]
+        """The stopped processes of missing ranks on this machine."""
+        beats = [self._heartbeats.newest(r) for r in self.missing if self._lives[r][0] == "stopped"]
         return [beat.process for beat in beats if beat is not None]
 
     def describe(self) -> str:
-        """Return the table in sentences, or the verdict of a rank that is gone by now."""
-        beats = {rank: self._heard.newest(rank) for rank in self.gone}
+        """Return the table in sentences, or the verdict that a gone rank published."""
+        beats = {rank: self._heartbeats.newest(rank) for rank in self.gone}
         causes = [rank for rank, beat in beats.items() if beat is None or not beat.follows]
-        told = next((beat.failed for beat in beats.values() if beat and beat.failed), "")
-        if self.gone and not causes and told:
-            return told.removeprefix(FAILED)
+        verdict = next((beat.failed for beat in beats.values() if beat and beat.failed), "")
+        if self.gone and not causes and verdict:
+            return verdict.removeprefix(FAILED)
         shown = causes or self.gone or self.missing
-        if not self._heard.is_current:  # ranks that are gone could not tell why: a stopped one is
+        if not self._heartbeats.is_current:  # gone ranks may not have published a stopped rank
             stopped = [rank for rank in self.missing if self._lives[rank][0] == "stopped"]
             shown = list(dict.fromkeys([*stopped, *shown]))
         sentences = [self._describe_rank(rank) for rank in shown[:_MAX_SHOWN]]
         if len(shown) > _MAX_SHOWN:
             sentences.append(f"and {len(shown) - _MAX_SHOWN} more")
-        if not self._heard.is_current:
+        if not self._heartbeats.is_current:
             sentences.insert(0, _TEXTS["table"]["no_store"])
         by_text: dict[str, list[int]] = defaultdict(list)
         for rank, wait in sorted(self._waiting.items()):
@@ -385,7 +390,7 @@ class Table:
         return ". ".join([waiting, self._describe_common_cause(), *sentences])
 
     def _describe_common_cause(self) -> str:
-        """Return why ranks that all wait do so."""
+        """Describe the cause if all ranks wait."""
         waits = self._waiting.values()
         if len({wait.key for wait in waits}) == 1:
             return str(_TEXTS["table"]["stuck"])
@@ -393,7 +398,7 @@ class Table:
         return str(_TEXTS["table"]["other_units" if are_units else "other_calls"])
 
     def _describe_rank(self, rank: int) -> str:
-        beat, (life, cause) = self._heard.newest(rank), self._lives[rank]
+        beat, (life, cause) = self._heartbeats.newest(rank), self._lives[rank]
         if beat is None:
             return str(_TEXTS["ranks"]["unheard"].format(rank=rank))
         if beat.failed and rank in self.gone:
@@ -421,10 +426,10 @@ class Table:
 
 
 def _is_gone(beat: Heartbeat | None, life: Life, cause: str, wait: WaitRecord) -> bool:
-    """Tell whether a rank has ended, and is needed in a wait.
+    """True if a rank has ended that a wait needs.
 
-    A rank that has ended without an error may have done its part: of a message, or of a collective
-    of other ranks. It is missing only from a call that needs all ranks, and that it has not begun.
+    A rank that has ended without an error may have done its part of a message, or of a collective
+    of other ranks. It is missing only from a call that needs all ranks and that it has not begun.
     """
     left = beat.left if beat is not None else ""
     if life == "dead" and cause.startswith("signal"):
@@ -432,5 +437,5 @@ def _is_gone(beat: Heartbeat | None, life: Life, cause: str, wait: WaitRecord) -
     if (life != "dead" and not left) or (beat is not None and beat.has_begun(wait)):
         return False
     if beat is not None and left and beat.follows and life != "dead":
-        return False  # it is about to find out which other rank is the cause
+        return False  # it is about to publish the rank that is the cause
     return wait.needs_all or left != ENDED_WELL

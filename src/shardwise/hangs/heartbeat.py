@@ -1,4 +1,4 @@
-"""Heartbeats: what each rank does, published every second in the process group's store.
+"""Heartbeats: the state of each rank, published every second in the process group's store.
 
 Note [Dead, stopped, silent]
 A rank whose heartbeat does not change for some seconds is silent: stopped, dead, cut off, or in a
@@ -71,7 +71,7 @@ class Heartbeat:
     begun: Mapping[str, int] = field(default_factory=dict)
 
     def has_begun(self, wait: WaitRecord) -> bool:
-        """Tell whether the rank is known to have begun a collective that another one waits in."""
+        """True if the rank is known to have begun a collective in which another rank waits."""
         if self.wait is not None and self.wait.key == wait.key:
             return self.wait.number >= wait.number
         return wait.number > 0 and self.begun.get(wait.key, 0) >= wait.number
@@ -91,14 +91,16 @@ class Heartbeat:
 
 
 class Progress:
-    """Whether this process has worked lately: used a core, or read or wrote files.
+    """The recent work of this process: time of a core, or reads and writes of files.
 
     Its children count: a compiler's processes, or those that load data.
     """
 
     def __init__(self) -> None:
-        self._looks, self._worked_at = 0, -_WORKED_LOOKS
-        self._since_s, self._done = time.monotonic(), work_done()
+        self._looks = 0
+        self._worked_at = -_WORKED_LOOKS
+        self._since_s = time.monotonic()
+        self._done = work_done()
 
     def look(self) -> bool:
         """Return whether it has worked in the last 30 looks. **Cost** files of /proc, 1 in 10."""
@@ -113,7 +115,7 @@ class Progress:
 
 
 class Heartbeats:
-    """The heartbeats that this rank has read, and when each rank's last changed.
+    """The heartbeats that this rank has read, with the times at which they changed.
 
     ``is_current`` is False if the store has ended, or does not answer.
     """
@@ -132,8 +134,8 @@ class Heartbeats:
         if self._stores is None or self._stores[0] is not of_group:
             self._heard.clear()  # those of another group
             # A separate connection: one is locked as long as another thread waits in it.
-            own: Any = of_group
-            self._stores = of_group, dist.PrefixStore("shardwise/watch", own.clone())
+            store: Any = of_group
+            self._stores = of_group, dist.PrefixStore("shardwise/watch", store.clone())
         return self._stores[1]
 
     def publish(self, heartbeat: Heartbeat) -> None:
@@ -141,19 +143,19 @@ class Heartbeats:
         self._store.set(str(dist.get_rank()), heartbeat.to_json())
 
     def read(self, ranks: Sequence[int]) -> None:
-        """Read the heartbeats of ranks, as far as there are any.
+        """Read the heartbeats of ranks that have published one.
 
-        **Cost** two requests if each has one.
+        **Cost** two requests if all have.
         """
-        store, there = self._store, list(ranks)
-        if there and not store.check([str(rank) for rank in there]):
-            there = [rank for rank in there if store.check([str(rank)])]
-        texts = store.multi_get([str(rank) for rank in there]) if there else []
-        for rank, text in zip(there, texts, strict=True):
+        store, published = self._store, list(ranks)
+        if published and not store.check([str(rank) for rank in published]):
+            published = [rank for rank in published if store.check([str(rank)])]
+        texts = store.multi_get([str(rank) for rank in published]) if published else []
+        for rank, text in zip(published, texts, strict=True):
             self.add(rank, Heartbeat.from_json(text))
 
     def add(self, rank: int, heartbeat: Heartbeat) -> None:
-        """Note a rank's heartbeat."""
+        """Record a rank's heartbeat."""
         before = self.newest(rank)
         if before is None or before.beat != heartbeat.beat:
             self._heard[rank] = heartbeat, time.monotonic()
@@ -164,18 +166,18 @@ class Heartbeats:
         return None if heard is None else heard[0]
 
     def life(self, rank: int) -> tuple[Life, str]:
-        """Return whether a rank's process lives, and its cause of death, as far as is known."""
+        """Return the state of a rank's process, and its cause of death if that is known."""
         heard = self._heard.get(rank)
         if heard is None:
             return "silent", ""
-        found, cause = fate(heard[0].process, self.process)
+        life, cause = fate(heard[0].process, self.process)
         is_silent = time.monotonic() - heard[1] >= _SILENT_LOOKS * self.look_every_s
-        if found in ("alive", "silent"):
+        if life in ("alive", "silent"):
             return ("silent" if is_silent and self.is_current else "alive"), ""
-        return found, cause
+        return life, cause
 
 
-# -- the lines that threads of this process are in
+# -- lines of the program, by thread
 
 
 def lines_of_main() -> str:
@@ -209,7 +211,7 @@ def save_under_way(thread: int) -> str | None:
 
 
 def frames_of(thread: int) -> Iterator[FrameType]:
-    """Yield the frames of a thread, the innermost first, as far as they can be read.
+    """Yield the frames of a thread that can be read, the innermost first.
 
     A thread that runs on may return from a frame in the meantime; Python 3.11 has then been seen to
     give another object as the frame before it.

@@ -22,7 +22,7 @@ from shardwise.interop.foreign_keys import (
 )
 from shardwise.optim.kinds import ARGUMENTS
 from shardwise.train.config import TrainConfig
-from shardwise.train.optimizers import OPTIMIZERS, is_own
+from shardwise.train.optimizers import OPTIMIZERS, is_shardwise_adamw
 
 _SCRIPT = {
     "deepspeed": "the script's: model, data and loop are not in such a file",
@@ -141,7 +141,7 @@ def _write_optimizer(writer: _Writer) -> None:
         params["torch_adam"] = True  # DeepSpeed's own kernels take no others
     writer.out["optimizer"] = {"type": title, "params": params}
     writer.mapped("weight_decay", "of all parameters there")
-    if is_own(config.optimizer, given):
+    if is_shardwise_adamw(config.optimizer, given):
         why = "optimizer.params, but moments and block: its state is fp32"
         writer.lost("optimizer_options", why)
     else:

@@ -1,11 +1,11 @@
-"""Verdicts of rank 0 on the rows of all ranks, naming the nodes that differ.
+"""The verdicts of rank 0 on the rows of all ranks.
 
 Note [What counts as odd]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
-A run fails where nodes cannot reach each other, compute other bits, have other versions or do not
-share their folder. A node that is only slow, or has less memory than the others, is odd: at most
-half as fast as the median, or twice as late. Machines without a fault differ by less than that,
-also where another program takes part of a core. Where no value is more frequent than all others,
+A run fails if nodes cannot reach each other, compute different bits, have different versions or do
+not share their folder. A node that is only slow, or has less memory than the others, is odd: at
+most half as fast as the median, or twice as late. Machines without a fault differ by less than
+that, even if another program takes part of a core. If no value is more frequent than all others,
 every rank is named, as any of them may be right.
 """
 
@@ -26,7 +26,7 @@ _LEAST_SHARED_BYTES = 1 << 30
 _MOST_SKEW_S = 0.5
 _LEAST_LATE_S = 1e-3  # round trips below are those of one machine, or of a busy core
 _SLOW_SYNC_S = 1.0
-# Kinds of file systems whose files are gone with what owns them.
+# File systems whose files are lost with their owner.
 _NOT_DURABLE: tuple[tuple[tuple[str, ...], str, Verdict], ...] = (
     (("tmpfs", "ramfs", "devtmpfs"), "host's memory", "odd"),
     (("overlay", "aufs"), "container", "odd"),
@@ -35,7 +35,7 @@ _NOT_DURABLE: tuple[tuple[tuple[str, ...], str, Verdict], ...] = (
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at; ``ranks`` are those that differ, or at which it failed."""
+    """The result of one check; ``ranks`` are those that differ, or on which it failed."""
 
     name: str
     verdict: Verdict
@@ -44,7 +44,7 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Node:
+class NodeReport:
     """One node: its ranks and their figures; None for parts that were not reached."""
 
     host: str
@@ -66,7 +66,7 @@ class Preflight:
     """The result of a preflight; ``not_reached`` names the parts after one that failed."""
 
     num_ranks: int
-    nodes: tuple[Node, ...]
+    nodes: tuple[NodeReport, ...]
     checks: tuple[Check, ...]
     not_reached: tuple[str, ...]
     seconds: float
@@ -238,16 +238,16 @@ class Judge:
         """Return each node's median round trip, and its clock's offset from the median."""
         trips, offsets = {}, {}
         for a, row in enumerate(self.rows.get("reachability", ())):
-            heard = {int(b): way for b, way in row["asked"].items() if "error" not in way}
-            if heard:
-                trips[a] = median(way["trip_s"] for way in heard.values())
+            reached = {int(b): way for b, way in row["asked"].items() if "error" not in way}
+            if reached:
+                trips[a] = median(way["trip_s"] for way in reached.values())
             if a == 0:
-                offsets = {0: 0.0} | {b: way["offset_s"] for b, way in heard.items()}
+                offsets = {0: 0.0} | {b: way["offset_s"] for b, way in reached.items()}
         usual = median(offsets.values()) if offsets else 0.0  # the first clock may be the odd one
         return trips, {rank: offset - usual for rank, offset in offsets.items()}
 
     def judge_group(self, rows: Rows) -> Iterator[Check]:
-        """Tell how long the process group took to open."""
+        """Report the seconds in which the process group opened."""
         slowest = max(row["seconds"] for row in rows)
         yield Check("process group", "ok", f"{rows[0]['backend']}, open after {slowest:.2f} s")
 
@@ -276,12 +276,12 @@ class Judge:
     def links(self) -> dict[tuple[int, int], float]:
         """Return the bytes per second of each link, by its nodes; the slower direction counts."""
         rows = self.rows.get("links", ())
-        found: dict[tuple[int, int], float] = {}
+        rates: dict[tuple[int, int], float] = {}
         for key in dict.fromkeys(key for row in rows for key in row):
             a, b = map(int, key.split("-"))
             ends = ([rows[rank].get(key, {}) for rank in self.nodes[node]] for node in (a, b))
-            found[a, b] = min(sum(row.get("bytes_per_s", 0.0) for row in end) for end in ends)
-        return found
+            rates[a, b] = min(sum(row.get("bytes_per_s", 0.0) for row in end) for end in ends)
+        return rates
 
     def _same(self, kind: Kind, values: Sequence[str]) -> Check:
         """Compare texts; the check names the ranks that have each of them."""

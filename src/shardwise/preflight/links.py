@@ -29,7 +29,7 @@ _CALL_S = 0.05  # a collective that takes so long shows the speed of its link
 
 
 class Echo(TcpServer):
-    """Answers whoever connects with the time of this node's clock, from a thread."""
+    """Server that sends the time of this node's clock to every client, from a thread."""
 
     poll_s = 0.05
 
@@ -47,13 +47,15 @@ class _EchoHandler(socketserver.BaseRequestHandler):
             self.request.sendall(_TIME.pack(self.server.clock()))
 
 
-def ask_nodes(
+def measure_trips(
     addresses: Mapping[int, Address], clock: Callable[[], float] = time.time
 ) -> dict[int, Row]:
-    """Ask the echoes of other nodes, by their first rank; return round trips and offsets of clocks.
+    """Measure round trips to the echoes of other nodes, and the offsets of their clocks.
 
-    ``offset_s`` is the other clock minus ours at the quickest of seven round trips; its error is at
-    most half of that (RFC 5905, section 8). A node that cannot be reached has an ``error``.
+    ``addresses`` and the result are by the first rank of a node.
+
+    ``offset_s`` is the other clock minus this one at the quickest of seven round trips; its error
+    is at most half of that (RFC 5905, section 8). A node that cannot be reached has an ``error``.
     """
 
     def ask(address: Address) -> Row:
@@ -71,9 +73,9 @@ def ask_nodes(
 def _ask_once(link: socket.socket, clock: Callable[[], float]) -> Row:
     began_s, sent_at = time.perf_counter(), clock()
     link.sendall(b"?")
-    (told,) = _TIME.unpack(link.recv(_TIME.size, socket.MSG_WAITALL).ljust(_TIME.size, b"\0"))
+    (other_time,) = _TIME.unpack(link.recv(_TIME.size, socket.MSG_WAITALL).ljust(_TIME.size, b"\0"))
     trip_s = time.perf_counter() - began_s
-    return {"trip_s": trip_s, "offset_s": told - (sent_at + trip_s / 2)}
+    return {"trip_s": trip_s, "offset_s": other_time - (sent_at + trip_s / 2)}
 
 
 def _trip(row: Row) -> float:
@@ -85,11 +87,11 @@ def measure_axes(axes: Axes, device: torch.device) -> Row:
 
     Every rank calls it together. Speeds are bytes that a rank receives in a second.
     """
-    found = {}
+    speeds = {}
     for name in DENSE:
         if getattr(axes, name) > 1:
-            found[name] = _measure(axes_of(axes[name]), device)
-    return found
+            speeds[name] = _measure(axes_of(axes[name]), device)
+    return speeds
 
 
 def measure_neighbours(nodes: Sequence[Sequence[int]], device: torch.device) -> Row:
@@ -99,7 +101,8 @@ def measure_neighbours(nodes: Sequence[Sequence[int]], device: torch.device) -> 
     all pairs of a round work at once. A slow node has two slow links, a slow link has two ends.
     Every rank calls it together. The keys are two numbers of nodes, such as "0-1".
     """
-    found, rank = dict[str, object](), dist.get_rank()
+    speeds: dict[str, object] = {}
+    rank = dist.get_rank()
     size = min(map(len, nodes))  # as many pairs on each link
     for links in rounds_of(len(nodes)):
         all_reduce_scalars([0.0])  # the round before is over on all ranks
@@ -110,8 +113,8 @@ def measure_neighbours(nodes: Sequence[Sequence[int]], device: torch.device) -> 
         group = dist.new_group(list(pair), use_local_synchronization=True)
         if pair in pairs:
             axes = axes_of(DeviceMesh.from_group(group, device.type))
-            found[pairs[pair]] = _measure(axes, device)
-    return found
+            speeds[pairs[pair]] = _measure(axes, device)
+    return speeds
 
 
 def rounds_of(num_nodes: int) -> list[list[tuple[int, int]]]:
@@ -128,18 +131,21 @@ def rounds_of(num_nodes: int) -> list[list[tuple[int, int]]]:
 
 def _measure(axes: DataAxes, device: torch.device) -> Row:
     axis = axes.shard
-    found = {"latency_s": _best_s(axes, device, _SMALL_BYTES, _NUM_CALLS)}
+    latency_s = _best_s(axes, device, _SMALL_BYTES, _NUM_CALLS)
     payload = _FIRST_BYTES
     # The ranks of the axis decide together: a slow link gets less to carry.
     mean_s = all_reduce_scalars([_best_s(axes, device, payload, 1)], axis.group)[0] / axis.size
     while payload < _MOST_BYTES and mean_s * payload / _FIRST_BYTES < _CALL_S:
         payload *= 2
     received = payload * (axis.size - 1) / axis.size
-    return found | {"bytes_per_s": received / _best_s(axes, device, payload, _NUM_CALLS)}
+    seconds = _best_s(axes, device, payload, _NUM_CALLS)
+    return {"latency_s": latency_s, "bytes_per_s": received / seconds}
 
 
 def _best_s(axes: DataAxes, device: torch.device, payload: int, num_calls: int) -> float:
-    start, best_s = collective_starter(axes, device, "all_gather", payload), float("inf")
+    """Return the shortest of ``num_calls`` all-gathers."""
+    start = collective_starter(axes, device, "all_gather", payload)
+    best_s = float("inf")
     for _ in range(1 + num_calls):  # the first one opens connections
         began_s = time.perf_counter()
         start().wait()

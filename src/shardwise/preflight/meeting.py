@@ -1,7 +1,7 @@
-"""Rows that ranks exchange through a store, before they have a process group.
+"""The exchange of rows through a store, before ranks have a process group.
 
-A process group that cannot be opened rarely says which rank is missing. Here rank 0 collects the
-rows, so it knows the ranks that did not come in time, and sends the next part to the others.
+The error of a process group that cannot be opened rarely names the missing rank. Here rank 0
+collects the rows, so it knows the ranks that are late, and sends instructions to the others.
 """
 
 import json
@@ -22,7 +22,7 @@ _MARGIN_S, _GOODBYE_S = 2.0, 10.0
 
 
 class MissingRanksError(CollectiveError):
-    """Some ranks did not come to a meeting in time; ``ranks`` are their numbers."""
+    """Some ranks sent no row in time; ``ranks`` are their numbers."""
 
     def __init__(self, message: str, ranks: Sequence[int]) -> None:
         """Keep the ranks."""
@@ -53,7 +53,7 @@ class Meeting:
             return None
         keys = [f"{name}/{rank}" for rank in range(self.place.world_size)]
         try:
-            # A rank that was not done in time says so, a little after its time.
+            # A rank whose work timed out sends a row about it, a little after its time.
             self.store.wait(keys, timedelta(seconds=self.timeout_s + _MARGIN_S))
         except RuntimeError:
             self._late = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
@@ -62,14 +62,14 @@ class Meeting:
                 raise MissingRanksError(text, self._late) from None
         return [json.loads(self.store.get(key)) for key in keys]
 
-    def tell(self, name: str, what: Row | None) -> Row:
-        """Send what rank 0 gives to all; return it.
+    def broadcast(self, name: str, row: Row | None) -> Row:
+        """Send rank 0's row to all ranks; return it.
 
         **Raises** CollectiveError on a rank that hears nothing from rank 0.
         """
-        key = f"{name}/told"
+        key = f"{name}/broadcast"
         if not self.place.rank:
-            self.store.set(key, json.dumps(what))
+            self.store.set(key, json.dumps(row))
         try:
             # Rank 0 may have waited for another rank, after all its time for the part.
             self.store.wait([key], timedelta(seconds=2 * self.timeout_s + _GOODBYE_S))

@@ -1,4 +1,4 @@
-"""Facts of this machine, a product with known bits, and the folder as this node sees it."""
+"""The checks of one node: facts of the machine, a product with known bits, and the folder."""
 
 import fcntl
 import hashlib
@@ -32,7 +32,7 @@ _OUTSIDE = "192.0.2.1"  # RFC 5737: of no host, so it chooses the default route
 def describe_node(device: torch.device, environment: Mapping[str, str]) -> Row:
     """Return the facts of this rank: machine, versions, memory and the address others reach."""
     address = own_address(environment.get("MASTER_ADDR"))
-    if is_loopback(address):  # the first node's own name may lead there, on that node alone
+    if is_loopback(address):  # the first node may map its name to a loopback address
         address = own_address(_OUTSIDE)
     network = socket.gethostname()
     with suppress(OSError):  # containers of one host have different networks
@@ -69,14 +69,14 @@ def describe_node(device: torch.device, environment: Mapping[str, str]) -> Row:
 
 def digest_of_code() -> str:
     """Return eight digits that change with the package's source."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in sorted(_PACKAGE.rglob("*.py")):
-        found.update(path.read_bytes())
-    return found.hexdigest()[:8]
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:8]
 
 
 def _address_of_name() -> str:
-    """Return where this host's own name leads: gloo takes this address if no interface is set."""
+    """Return the address of this host's name, which gloo takes if no interface is set."""
     with suppress(OSError):
         return str(socket.getaddrinfo(socket.gethostname(), None)[0][4][0])
     return ""
@@ -85,14 +85,14 @@ def _address_of_name() -> str:
 def interface_of(address: str) -> str:
     """Return the name of the interface with an IPv4 address; or an empty text.
 
-    **Source** netdevice(7), SIOCGIFADDR; the address stands at byte 20 of the answer.
+    **Source** netdevice(7), SIOCGIFADDR; the address is at byte 20 of the result.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with suppress(OSError):
-                asked = struct.pack("256s", name.encode())
-                found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, asked)[20:24]
-                if socket.inet_ntoa(found) == address:
+                request = struct.pack("256s", name.encode())
+                result = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24]
+                if socket.inet_ntoa(result) == address:
                     return name
     return ""
 
@@ -107,22 +107,22 @@ def check_products(device: torch.device, multiply: Multiply = torch.matmul) -> R
     torch.set_num_threads(1)
     i, k = torch.arange(_SIZE)[:, None], torch.arange(_INNER)[None]
     left, right = (i + 2 * k + i * k) % 3 - 1, ((2 * i + k + i * i * k) % 3 - 1).T
-    wanted = left @ right  # of integers, on the host
+    expected = left @ right  # of integers, on the host
     wrong = []
     for dtype in (torch.float32, torch.bfloat16):
-        found = multiply(left.to(device, dtype), right.to(device, dtype))
-        num_wrong = int((found.cpu().double() != wanted).sum())
+        product = multiply(left.to(device, dtype), right.to(device, dtype))
+        num_wrong = int((product.cpu().double() != expected).sum())
         if num_wrong:
-            wrong.append(f"{num_wrong:,} of {wanted.numel():,} elements in {dtype}")
+            wrong.append(f"{num_wrong:,} of {expected.numel():,} elements in {dtype}")
     generator = torch.Generator().manual_seed(0)
     size = _SIZE if device.type == "cpu" else 4 * _SIZE
     drawn = [torch.randn(size, size, generator=generator) for _ in range(2)]
     digests = {}
     for dtype in (torch.float32, torch.bfloat16):
-        a, b = (each.to(device, dtype) for each in drawn)
+        a, b = (matrix.to(device, dtype) for matrix in drawn)
         bits = multiply(a, b).float().cpu().numpy().tobytes()
         digests[str(dtype).removeprefix("torch.")] = hashlib.sha256(bits).hexdigest()
-    a, b = (each.to(device) for each in drawn)
+    a, b = (matrix.to(device) for matrix in drawn)
     count, began_s = 0, time.perf_counter()
     while (seconds := time.perf_counter() - began_s) < _WINDOW_S:
         multiply(a, b)
@@ -133,7 +133,7 @@ def check_products(device: torch.device, multiply: Multiply = torch.matmul) -> R
     return {"wrong": wrong, "digests": digests, "flops": flops}
 
 
-class Folder:
+class FolderProbe:
     """The folder of a run as one node sees it; ``token`` is new for each preflight."""
 
     def __init__(self, path: Path, token: str, files: Files | None = None) -> None:
@@ -165,7 +165,7 @@ class Folder:
         return {"kind": file_system_of(self._path), "sync_s": seconds, "free_bytes": free}
 
     def look(self, rank: int, others: list[int], timeout_s: float) -> Row:
-        """Return whose files this node does not see, and whether the lock holds here."""
+        """Return the ranks whose files this node does not see, and whether the lock excludes it."""
         until_s = time.monotonic() + timeout_s
         while (unseen := [r for r in others if not self._has(r)]) and time.monotonic() < until_s:
             time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""The parts of a preflight in their order, as every rank goes through them."""
+"""The steps of a preflight, in the order in which every rank takes them."""
 
 import threading
 import time
@@ -15,10 +15,10 @@ import torch.distributed as dist
 from shardwise.axes import Axes
 from shardwise.comm.collectives import all_reduce_scalars
 from shardwise.device import local_device
-from shardwise.preflight.checks import Check, Judge, Node, Preflight, Rows, Verdict
-from shardwise.preflight.links import Echo, ask_nodes, measure_axes, measure_neighbours
+from shardwise.preflight.checks import Check, Judge, NodeReport, Preflight, Rows, Verdict
+from shardwise.preflight.links import Echo, measure_axes, measure_neighbours, measure_trips
 from shardwise.preflight.meeting import Meeting, MissingRanksError, Row
-from shardwise.preflight.node import Folder, Multiply, check_products, describe_node
+from shardwise.preflight.node import FolderProbe, Multiply, check_products, describe_node
 from shardwise.train.setup import join_ranks
 
 _LATE = "not done after"
@@ -40,8 +40,8 @@ class Request:
 
 
 @dataclass(frozen=True)
-class _Part:
-    """One part: what each rank does, and what rank 0 makes of the rows."""
+class _PreflightStep:
+    """One part of a preflight: the work of each rank, and rank 0's checks of the results."""
 
     name: str
     work: Callable[[], Row]
@@ -55,7 +55,7 @@ def preflight(
     environment: Mapping[str, str],
     progress: Callable[[str, float], None] = lambda label, share: None,
 ) -> tuple[Verdict, Preflight | None]:
-    """Look at machines, network and folder; every rank calls it together, before any group exists.
+    """Check machines, network and folder; every rank calls it, before any process group exists.
 
     Rank 0 returns the report too, the others only the verdict. ``environment`` has the launcher's
     variables.
@@ -64,78 +64,84 @@ def preflight(
 
     **Cost** a few seconds; about 150 MiB on each device.
 
-    **Raises** CollectiveError on a rank that hears nothing from rank 0.
+    **Raises** CollectiveError on a rank that gets no answer from rank 0.
     """
     began_s = time.monotonic()
     with ExitStack() as leaving:
         leaving.callback(meeting.leave)
         rank = _Rank(meeting, request, environment, leaving)
-        found: list[Check] = []
+        checks: list[Check] = []
         parts = rank.parts()
         for number, part in enumerate(parts):
             progress(part.name, number / len(parts))
-            found += rank.go_through(part)
-            if rank.told["ends"]:
+            checks += rank.go_through(part)
+            if rank.instructions["ends"]:
                 break
         if meeting.place.rank:
-            verdict: Verdict = meeting.tell("verdict", None)["verdict"]
+            verdict: Verdict = meeting.broadcast("verdict", None)["verdict"]
             return verdict, None
         not_reached = tuple(part.name for part in parts[number + 1 :])
         report = Preflight(
             meeting.place.world_size,
-            rank.nodes_found(),
-            tuple(found),
+            rank.collect_nodes(),
+            tuple(checks),
             not_reached,
             time.monotonic() - began_s,
         )
-        meeting.tell("verdict", {"verdict": report.verdict})
+        meeting.broadcast("verdict", {"verdict": report.verdict})
         return report.verdict, report
 
 
 class _Rank:
-    """One rank in a preflight; ``told`` is what rank 0 has said, and ``judge`` its view."""
+    """One rank in a preflight.
+
+    ``instructions`` are those that rank 0 sent after the last part; ``judge`` makes its checks.
+    """
 
     def __init__(
         self, meeting: Meeting, request: Request, environment: Mapping[str, str], leaving: ExitStack
     ) -> None:
-        self.told: Row = {}
+        self.instructions: Row = {}
         self.judge = Judge()
-        self._meeting, self._request, self._place = meeting, request, meeting.place
-        self._environment, self._leaving = environment, leaving
-        self._device = torch.device("cpu")  # until `_describe` has found another
-        self._folder: Folder | None = None
+        self._meeting = meeting
+        self._request = request
+        self._place = meeting.place
+        self._environment = environment
+        self._leaving = leaving
+        self._device = torch.device("cpu")  # until `_describe` sets it
+        self._folder: FolderProbe | None = None
         self._token = uuid.uuid4().hex[:12]  # in the names of files; that of rank 0 counts
 
-    def parts(self) -> list[_Part]:
+    def parts(self) -> list[_PreflightStep]:
         """Return the parts in their order."""
         judge = self.judge
-        found = [
-            _Part("nodes", self._describe, judge.judge_nodes),
-            _Part("products", self._multiply, judge.judge_products),
+        parts = [
+            _PreflightStep("nodes", self._describe, judge.judge_nodes),
+            _PreflightStep("products", self._multiply, judge.judge_products),
         ]
         if self._request.folder is not None:
-            found.append(_Part("folder", self._write, judge.judge_folder))
-            found.append(_Part("shared folder", self._look, judge.judge_shared))
+            parts.append(_PreflightStep("folder", self._write, judge.judge_folder))
+            parts.append(_PreflightStep("shared folder", self._look, judge.judge_shared))
         if self._place.world_size > 1:
-            found += [
-                _Part("reachability", self._ask, judge.judge_ways, must_pass=True),
-                _Part("process group", self._join, judge.judge_group),
-                _Part("axes", self._measure_axes, judge.judge_axes),
-                _Part("links", self._measure_links, judge.judge_links),
+            parts += [
+                _PreflightStep("reachability", self._ask, judge.judge_ways, must_pass=True),
+                _PreflightStep("process group", self._join, judge.judge_group),
+                _PreflightStep("axes", self._measure_axes, judge.judge_axes),
+                _PreflightStep("links", self._measure_links, judge.judge_links),
             ]
-        return found
+        return parts
 
-    def go_through(self, part: _Part) -> list[Check]:
+    def go_through(self, part: _PreflightStep) -> list[Check]:
         """Do one part together with the other ranks; return its checks on rank 0."""
         row = _within(self._request.timeout_s, part.work, self._device)
         if self._place.rank:
             self._meeting.gather(part.name, row)
-            self.told = self._meeting.tell(part.name, None)
+            self.instructions = self._meeting.broadcast(part.name, None)
             return []
         try:
             rows = self._meeting.gather(part.name, row) or []
             errors = {rank: row["error"] for rank, row in enumerate(rows) if "error" in row}
-            # Where a rank has failed, those that were not done have only waited for it.
+            # If a rank has failed, ranks that were too late have only waited for it.
             causes = {r: text for r, text in errors.items() if not text.startswith(_LATE)} or errors
         except MissingRanksError as error:
             causes = dict.fromkeys(error.ranks, f"{error}. Look at the log of that rank")
@@ -143,15 +149,17 @@ class _Rank:
         if failed:
             by_text = {text: [r for r in failed if causes[r] == text] for text in causes.values()}
             text = "; ".join(f"{self.judge.named(of)}: {text}" for text, of in by_text.items())
-            found = [Check(part.name, "failed", text, tuple(failed))]
+            checks = [Check(part.name, "failed", text, tuple(failed))]
         else:
             self.judge.rows[part.name] = rows
-            found = list(part.judge(rows))
-        is_bad = part.must_pass and any(check.verdict == "failed" for check in found)
-        self.told = self._meeting.tell(part.name, self._news() | {"ends": bool(failed) or is_bad})
-        return found
+            checks = list(part.judge(rows))
+        is_bad = part.must_pass and any(check.verdict == "failed" for check in checks)
+        self.instructions = self._meeting.broadcast(
+            part.name, self._next_instructions() | {"ends": bool(failed) or is_bad}
+        )
+        return checks
 
-    # -- what this rank does
+    # -- the work of this rank
     def _describe(self) -> Row:
         self._device = local_device(self._place.local_rank)
         row = describe_node(self._device, self._environment)
@@ -166,28 +174,28 @@ class _Rank:
     def _write(self) -> Row:
         if self._place.local_rank or self._request.folder is None:
             return {}
-        self._folder = Folder(self._request.folder, self.told["token"])
+        self._folder = FolderProbe(self._request.folder, self.instructions["token"])
         clear = partial(self._folder.clear, self._place.rank)
         self._leaving.callback(_within, self._request.timeout_s, clear, self._device)
         return self._folder.write(self._place.rank)
 
     def _look(self) -> Row:
-        if self._folder is None or self._place.rank not in self.told["wrote"]:
+        if self._folder is None or self._place.rank not in self.instructions["wrote"]:
             return {}
         timeout_s = min(self._request.file_s, self._request.timeout_s / 2)
-        return self._folder.look(self._place.rank, self.told["wrote"], timeout_s)
+        return self._folder.look(self._place.rank, self.instructions["wrote"], timeout_s)
 
     def _ask(self) -> Row:
         if self._place.local_rank:
             return {"asked": {}}
-        others = {int(rank): tuple(at) for rank, at in self.told["echoes"].items()}
+        others = {int(rank): tuple(at) for rank, at in self.instructions["echoes"].items()}
         others.pop(self._place.rank)
-        return {"asked": ask_nodes(others, self._request.clock)}
+        return {"asked": measure_trips(others, self._request.clock)}
 
     def _join(self) -> Row:
         began_s = time.monotonic()
         store = dist.PrefixStore("group", self._meeting.store)
-        # Longer than a part may take: the part says that it was not done before NCCL ends all.
+        # Longer than a part may take, so that the part reports it before NCCL ends the process.
         joined = join_ranks(self._place, None, store, 3 * self._request.timeout_s)
         self._leaving.enter_context(joined)
         all_reduce_scalars([0.0])  # NCCL connects with the first collective
@@ -197,11 +205,11 @@ class _Rank:
         return measure_axes(self._request.axes.over(self._place.world_size), self._device)
 
     def _measure_links(self) -> Row:
-        return measure_neighbours(self.told["nodes"], self._device)
+        return measure_neighbours(self.instructions["nodes"], self._device)
 
-    # -- what rank 0 makes of it
-    def _news(self) -> Row:
-        """Return what the next part needs: nodes, their echoes, a name and who wrote files."""
+    # -- the results, on rank 0
+    def _next_instructions(self) -> Row:
+        """Return the facts that the next part needs: nodes, their echoes, a token, and writers."""
         facts = self.judge.rows.get("nodes", ())
         if not self.judge.nodes:
             for rank, row in enumerate(facts):
@@ -210,20 +218,26 @@ class _Rank:
                 self.judge.nodes[-1].append(rank)
         wrote = [n for n, row in enumerate(self.judge.rows.get("folder", ())) if "sync_s" in row]
         echoes = {rank: row["echo"] for rank, row in enumerate(facts) if "echo" in row}
-        news = {"nodes": self.judge.nodes, "echoes": echoes, "token": self._token}
-        return news | {"wrote": wrote}
+        return {
+            "nodes": self.judge.nodes,
+            "echoes": echoes,
+            "token": self._token,
+            "wrote": wrote,
+        }
 
-    def nodes_found(self) -> tuple[Node, ...]:
-        """Return the nodes with all that is known of them."""
-        rows, (trips, offsets), links = self.judge.rows, self.judge.trips(), self.judge.links()
-        found = []
+    def collect_nodes(self) -> tuple[NodeReport, ...]:
+        """Return the nodes with all results about them."""
+        rows = self.judge.rows
+        trips, offsets = self.judge.trips()
+        links = self.judge.links()
+        nodes = []
         for number, ranks in enumerate(self.judge.nodes):
             facts = rows["nodes"][ranks[0]]
             speeds = [value for ends, value in links.items() if number in ends]
             flops = [rows["products"][rank]["flops"] for rank in ranks if "products" in rows]
             names = "host", "address", "interface", "device", "processor", "host_free_bytes"
-            found.append(
-                Node(
+            nodes.append(
+                NodeReport(
                     ranks=tuple(ranks),
                     **{name: facts[name] for name in names},
                     device_free_bytes=facts.get("device_free_bytes"),
@@ -233,26 +247,26 @@ class _Rank:
                     link_bytes_per_s=max(speeds, default=None),
                 )
             )
-        return tuple(found)
+        return tuple(nodes)
 
 
 def _within(limit_s: float, work: Callable[[], Row], device: torch.device) -> Row:
-    """Return the row of ``work``, or one with its error, or that it was not done in time.
+    """Return the row of ``work``, or a row with its error or with the timeout.
 
     A thread runs it, with the current device set. A call that hangs in a library cannot be ended:
     its thread stays until the process ends.
     """
-    found: list[Row] = []
+    results: list[Row] = []
 
     def attempt() -> None:
         try:
             if device.type != "cpu":
                 torch.accelerator.set_device_index(device.index)
-            found.append(work())
+            results.append(work())
         except Exception as error:  # the preflight ends and shows it
-            found.append({"error": f"{type(error).__name__}: {error}"})
+            results.append({"error": f"{type(error).__name__}: {error}"})
 
     thread = threading.Thread(target=attempt, name="shardwise-preflight", daemon=True)
     thread.start()
     thread.join(limit_s)
-    return found[0] if found else {"error": f"{_LATE} {limit_s:g} s"}
+    return results[0] if results else {"error": f"{_LATE} {limit_s:g} s"}

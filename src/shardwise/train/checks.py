@@ -1,4 +1,4 @@
-"""Errors found before a run starts, and the paths in its output; imports no torch."""
+"""The checks before a run starts, and the paths in its output; imports no torch."""
 
 from pathlib import Path
 
@@ -14,25 +14,25 @@ _MAX_SHOWN = 8
 
 
 def config_path(config: TrainConfig) -> Path:
-    """Return where the decided keys of a run go."""
+    """Return the path of the decided keys of a run."""
     return config.output / "config.yaml"
 
 
 def metrics_path(config: TrainConfig) -> Path:
-    """Return where the metrics of a run go."""
+    """Return the path of the metrics of a run."""
     return config.output / "metrics.jsonl"
 
 
 def checkpoints_path(config: TrainConfig) -> Path:
-    """Return where the checkpoints of a run go."""
+    """Return the path of the checkpoints of a run."""
     return config.output / "checkpoints"
 
 
 def resolve_batch(config: TrainConfig, world_size: int) -> TrainConfig:
     """Return the config with accumulation and global_batch decided for a number of ranks.
 
-    A run that goes on keeps its global batch if no key asks for another. Where its micro-batches do
-    not divide evenly, accumulation is that of the ranks with most: see Note [Samples of a step].
+    A resumed run keeps its global batch if no key sets another one. If its micro-batches do not
+    divide evenly, accumulation is that of the ranks with the most: see Note [Samples of a step].
 
     **Raises** ConfigError if global_batch is no multiple of micro_batch, or of micro_batch x ranks
     where passes cannot have the weight 0 (pipelines, experts that are kept equally busy).
@@ -51,12 +51,12 @@ def resolve_batch(config: TrainConfig, world_size: int) -> TrainConfig:
         return config.model_copy(update=update)
     is_balanced = config.expert_balance > 0 or config.expert_bias  # over the tokens of all ranks
     needs_even = config.pp > 1 or (config.experts > 0 and is_balanced)
-    factor, of = per_micro_batch, product
+    factor, reason = per_micro_batch, product
     if not needs_even:
-        factor, of = config.micro_batch, f"micro_batch {config.micro_batch}"
+        factor, reason = config.micro_batch, f"micro_batch {config.micro_batch}"
     if config.global_batch % factor:
         raise ConfigError(
-            f"global_batch: expected a multiple of {factor} ({of}), got "
+            f"global_batch: expected a multiple of {factor} ({reason}), got "
             f"{config.global_batch}{kept}; change global_batch, micro_batch or the number of ranks"
         )
     accumulation = -(-config.global_batch // per_micro_batch)
@@ -69,12 +69,12 @@ def resolve_batch(config: TrainConfig, world_size: int) -> TrainConfig:
 
 
 def _earlier_batch(config: TrainConfig) -> int | None:
-    """Return the global batch of the run in the output, as all its ranks have taken it."""
+    """Return the global batch of the earlier run in the output, if there is one."""
     path = config_path(config)
     if not path.exists():
         return None
-    found = read_keys(path).get("global_batch")
-    return found if isinstance(found, int) else None
+    global_batch = read_keys(path).get("global_batch")
+    return global_batch if isinstance(global_batch, int) else None
 
 
 def check_micro_batches(pp: int, accumulation: int) -> None:
@@ -87,7 +87,7 @@ def check_micro_batches(pp: int, accumulation: int) -> None:
 
 
 def check_run(config: TrainConfig, world_size: int) -> TrainConfig:
-    """Return the config fully decided, or raise what would stop the run.
+    """Return the config with all keys decided; raise errors that would stop the run.
 
     **Raises** ConfigError if degrees or the batch do not divide, the data has no text, the
     tokenizer does not load, the vocabulary is too small, or activations are offloaded without
@@ -126,7 +126,7 @@ def check_output(config: TrainConfig) -> None:
         if steps:
             raise ConfigError(
                 f"output: {folder} holds checkpoints of an earlier run (newest: step {steps[0]}); "
-                "go on with --resume auto, choose another output, or move that folder away "
+                "go on with --resume auto, choose another output, or move that folder "
                 "(overwrite does not touch checkpoints)"
             )
         if not config.overwrite and path.exists() and path.stat().st_size > 0:
@@ -136,13 +136,13 @@ def check_output(config: TrainConfig) -> None:
             )
         return
     if config.resume not in steps:
-        there = ", ".join(map(str, steps[:_MAX_SHOWN])) or "none"
+        present = ", ".join(map(str, steps[:_MAX_SHOWN])) or "none"
         raise ConfigError(
-            f"resume: {folder} has no checkpoint of step {config.resume}; it has {there}"
+            f"resume: {folder} has no checkpoint of step {config.resume}; it has {present}"
         )
     newer = [step_name(step) for step in steps if step > config.resume]
     if newer:
         raise ConfigError(
             f"resume: {folder} holds checkpoints after step {config.resume} ({newer[0]}), which "
-            "the run would come upon; move them away, or go on with --resume auto"
+            "the run would come upon; move them, or go on with --resume auto"
         )

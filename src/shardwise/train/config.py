@@ -20,7 +20,7 @@ from shardwise.keys import check_keys, flag_of, key, names_in, read_keys, read_o
 from shardwise.plan.model.shapes import DecoderShape, Experts, llama_shape
 from shardwise.plan.request import Count, RunOffload, StepKeys
 from shardwise.precisions import plain_precision
-from shardwise.train.curves import CURVES, Curve, make_curve
+from shardwise.train.curves import CURVES, SchedulerCurve, make_curve
 from shardwise.train.optimizers import check_run_options
 
 _Options = Annotated[dict[str, object] | None, BeforeValidator(read_options)]
@@ -361,7 +361,7 @@ class TrainConfig(StepKeys):
         return replace(shape, experts=experts)
 
     @property
-    def curve(self) -> Curve | None:
+    def curve(self) -> SchedulerCurve | None:
         """The curve of DeepSpeed that the learning rate follows, or None."""
         if self.schedule not in CURVES:
             return None

@@ -38,7 +38,7 @@ _WHOLE = {"warmup_num_steps": 0, "total_num_steps": 1}  # at least
 
 
 @dataclass(frozen=True)
-class Curve:
+class SchedulerCurve:
     """One schedule: ``name`` is a row of `CURVES`, ``options`` has a value for each of its options.
 
     While an option is `missing`, the curve can be shown but not evaluated.
@@ -76,14 +76,16 @@ class Curve:
         defaults = CURVES[self.name]
         return {k: v for k, v in self.options.items() if v != defaults[k]}
 
-    def without(self, names: Set[str]) -> Curve:
+    def without(self, names: Set[str]) -> SchedulerCurve:
         """Return the curve with these options missing."""
-        return Curve(self.name, {**self.options, **dict.fromkeys(names, _NEEDED)})
+        return SchedulerCurve(self.name, {**self.options, **dict.fromkeys(names, _NEEDED)})
 
-    def given_too(self, options: Mapping[str, object]) -> Curve:
+    def with_options(self, options: Mapping[str, object]) -> SchedulerCurve:
         """Return the curve with these options as well. **Raises** ConfigError as `make_curve`."""
         given = make_curve(self.name, options, f"scheduler {self.name}").options
-        return Curve(self.name, {**self.options, **{name: given[name] for name in options}})
+        return SchedulerCurve(
+            self.name, {**self.options, **{name: given[name] for name in options}}
+        )
 
     def check_groups(self, num_groups: int) -> None:
         """Raise ConfigError if an option lists more or fewer values than ``num_groups``."""
@@ -121,7 +123,7 @@ class Curve:
         return max(0.0, low + (1.0 - low) * ((1 + math.cos(math.pi * progress)) / 2))
 
 
-def make_curve(name: str, options: Mapping[str, object], where: str) -> Curve:
+def make_curve(name: str, options: Mapping[str, object], where: str) -> SchedulerCurve:
     """Check the options of a curve and fill in their defaults.
 
     **Raises** ConfigError that starts with ``where`` and names the option, with the nearest name.
@@ -131,12 +133,14 @@ def make_curve(name: str, options: Mapping[str, object], where: str) -> Curve:
         raise ConfigError(f"{where}: expected one of {', '.join(CURVES)}, got {name!r}{hint}")
     known = CURVES[name]
     check_names(options, known, where, f"option {{!r}} of {name}")
-    return Curve(name, known | {key: _checked(key, v, where) for key, v in options.items()})
+    return SchedulerCurve(
+        name, known | {key: _checked(key, v, where) for key, v in options.items()}
+    )
 
 
 def _checked(key: str, value: Any, where: str) -> object:
     if isinstance(value, list | tuple) and key in _PER_GROUP:
-        return tuple(_checked(key, each, where) for each in value)
+        return tuple(_checked(key, item, where) for item in value)
     if value is None and key == "warmup_max_lr":
         return None
     is_number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,7 +1,7 @@
 """The built-in decoder of `shardwise train`: whole, tensor-parallel, as pipeline stages; sampling.
 
-`spread_decoder` cuts the decoder with torch's parallel layers. `Stage` holds some of its blocks,
-and `Pipeline` runs them with torch's schedules.
+`spread_decoder` cuts the decoder with torch's parallel layers. `DecoderStage` holds some of its
+blocks, and `Pipeline` runs them with torch's schedules.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def _column_styles(path: str, layer: nn.Module, to: Placement) -> dict[str, Para
     }
 
 
-class Stage(nn.Module):
+class DecoderStage(nn.Module):
     """Consecutive blocks of a decoder for one pipeline stage, and its embedding or head.
 
     Parameter names are those of the whole decoder. If the layers do not divide evenly, the first
@@ -159,15 +159,18 @@ class Stage(nn.Module):
         self, whole: PlainDecoder, index: int, num_stages: int, tokens_of_tp: int = 1
     ) -> None:
         super().__init__()
-        each, more = divmod(len(whole.blocks), num_stages)
-        first = index * each + min(index, more)
+        per_stage, more = divmod(len(whole.blocks), num_stages)
+        first = index * per_stage + min(index, more)
+        end = first + per_stage + (index < more)
         is_last = index == num_stages - 1
-        self.head_dim, self.tokens_of_tp = whole.head_dim, tokens_of_tp
-        self.checkpointed, self.dropout = whole.checkpointed, whole.dropout
+        self.head_dim = whole.head_dim
+        self.tokens_of_tp = tokens_of_tp
+        self.checkpointed = whole.checkpointed
+        self.dropout = whole.dropout
         self.positions: Tensor | None = None
         self.embedding = whole.embedding if index == 0 else None
         self.blocks = nn.ModuleList()  # its members are found as units, as in the whole decoder
-        for n in range(first, first + each + (index < more)):
+        for n in range(first, end):
             self.blocks.add_module(str(n), whole.blocks[n])
         self.norm = whole.norm if is_last else None
         self.head = whole.head if is_last else None
@@ -192,15 +195,16 @@ class Stage(nn.Module):
 
 
 class Pipeline:
-    """Runs the passes of this rank's `Stage` by one of torch's schedules."""
+    """Runs the passes of this rank's `DecoderStage` by one of torch's schedules."""
 
     def __init__(
         self, stage: nn.Module, axes: Axes, config: TrainConfig, device: torch.device
     ) -> None:
         index, num = axes["pp"].get_local_rank(), axes.pp
-        self.is_first, self.is_last = index == 0, index == num - 1
+        self.is_first = index == 0
+        self.is_last = index == num - 1
         self._num_stages = num
-        self._stage = cast(Stage, stage)
+        self._stage = cast(DecoderStage, stage)
         pipe = PipelineStage(stage, index, num, device, group=axes["pp"].get_group())
         num_micro_batches = config.accumulation or 1
         self._schedule = _SCHEDULES[config.pp_schedule](pipe, num_micro_batches, loss_fn=token_loss)
@@ -213,8 +217,8 @@ class Pipeline:
         """
         losses: list[Tensor] = []
         # With return_outputs the schedule would keep and copy the logits of all micro-batches.
-        given: dict[str, object] = {"losses": losses, "return_outputs": False}
-        self._run(self._schedule.step, ids, targets, positions, **given)
+        options: dict[str, object] = {"losses": losses, "return_outputs": False}
+        self._run(self._schedule.step, ids, targets, positions, **options)
         if not self.is_last:
             return torch.zeros((), device=ids.device)
         return torch.stack([loss.detach() for loss in losses]).mean() * self._num_stages

@@ -2,18 +2,18 @@
 
 Note [A share of the time for checks]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Two checks take turns: copies of state are compared between ranks, and a step is computed twice.
-Rank 0 measures what each costs, and asks for the next one when all checks together stay within the
-share of the time since the first step. What it asks for travels with the losses that the ranks sum
-at the end of a step, so all make the check in the step after.
+Two checks alternate: copies of state are compared between ranks, and a step is computed twice. Rank
+0 measures the cost of both. It requests the next check when all checks together stay within the
+share of the time since the first step. The request is sent with the losses that the ranks sum at
+the end of a step, so all ranks make the check in the next step.
 
 Note [Errors that a replay finds]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 The same operations on the same bits give the same bits. If they do not, memory, a processor or an
 accelerator failed, or an operation is not deterministic. An error before gradients are reduced
-reaches all ranks with the sum, so all differ; the rank whose own loss differs is named first. An
-error after that differs on one rank alone, until the next gather. A machine that makes the same
-error twice is not found.
+reaches all ranks with the sum, so all differ; the rank whose loss of its own windows differs is
+named first. A later error is on one rank only, until the next gather. A machine that makes the same
+error twice is not detected.
 """
 
 import time
@@ -38,21 +38,22 @@ _T = TypeVar("_T")
 
 
 class IntegrityBudget:
-    """Which check is next: see Note [A share of the time for checks].
+    """The choice of the next check: see Note [A share of the time for checks].
 
     ``share`` is of the time, 0 for no checks. ``agreed`` is the check of the coming step.
     """
 
     def __init__(self, share: float, clock: Callable[[], float] = time.perf_counter) -> None:
         self.agreed: Check = "none"
-        self._share, self._clock = share, clock
+        self._share = share
+        self._clock = clock
         self._began_s = clock()
         self._spent_s = 0.0
         self._cost_s = {"replicas": 0.0, "replay": 0.0}  # of the last one
         self._next: Check = "replicas"
         self._step_s = 0.0
 
-    def ask(self) -> int:
+    def next_check(self) -> int:
         """Return the index in `CHECKS` of the check that fits now, for rank 0 to send."""
         if not self._share or not self._step_s:
             return 0
@@ -65,7 +66,7 @@ class IntegrityBudget:
         self.agreed = CHECKS[index]
 
     def note_step(self, seconds: float, is_replayed: bool) -> None:
-        """Note what the step took; a second pass counts as the cost of a replay."""
+        """Record the seconds of a step; a second pass counts as the cost of a replay."""
         if is_replayed:
             self._spend("replay", max(0.0, seconds - self._step_s))
         else:
@@ -120,15 +121,16 @@ def raise_difference(run: Run, step: int, difference: int, numbers: dict[str, fl
     Every rank calls it if any has a difference.
     """
     labels = list(_digests(run, numbers))
-    found = sorted((n, rank) for rank, n in enumerate(gather_integers(run.place, difference)) if n)
-    shown = [f"rank {rank}: {labels[n - 1]}" for n, rank in found[:_MAX_SHOWN]]
-    more = f" (and {len(found) - _MAX_SHOWN} more ranks)" if len(found) > _MAX_SHOWN else ""
+    gathered = gather_integers(run.place, difference)
+    different = sorted((n, rank) for rank, n in enumerate(gathered) if n)
+    shown = [f"rank {rank}: {labels[n - 1]}" for n, rank in different[:_MAX_SHOWN]]
+    more = f" (and {len(different) - _MAX_SHOWN} more ranks)" if len(different) > _MAX_SHOWN else ""
     raise ReplayError(
         f"step {step}, computed twice from the same state, gave other bits the second time. First "
         f"difference on {'; '.join(shown)}{more}. A machine errs, or an operation is not "
         "deterministic: test the machine of the first rank named, and go on from the last "
         "checkpoint with --resume auto",
-        found[0][1],
+        different[0][1],
     )
 
 
@@ -136,29 +138,29 @@ def _state_tensors(run: Run) -> dict[str, Tensor]:
     """Return all tensors that a step changes on this rank, by name."""
     # Reading encoded moments does not wait for a step in the background.
     Parts(run.model).rest("computing a step twice")
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, param in run.model.named_parameters():
-        found[f"parameter '{name}'"] = local_of(param)
+        tensors[f"parameter '{name}'"] = local_of(param)
         for key, value in sorted(run.optimizer.state.get(param, {}).items()):
             if isinstance(value, Tensor):
-                found[f"parameter '{name}', {key}"] = local_of(value)
+                tensors[f"parameter '{name}', {key}"] = local_of(value)
     for name, buffer in run.model.named_buffers():
-        found[f"buffer '{name}'"] = buffer
-    return found
+        tensors[f"buffer '{name}'"] = buffer
+    return tensors
 
 
 def _digests(run: Run, numbers: dict[str, float]) -> dict[str, str]:
     """Return the digest of each number and each tensor; the last number is compared last."""
-    *own, last = numbers
-    found = {label: numbers[label].hex() for label in own}
+    *first, last = numbers
+    digests = {label: numbers[label].hex() for label in first}
     for label, tensor in _state_tensors(run).items():
-        found[label] = digest_of(memory_of(tensor.contiguous().cpu()))
-    return {**found, last: numbers[last].hex()}
+        digests[label] = digest_of(memory_of(tensor.contiguous().cpu()))
+    return {**digests, last: numbers[last].hex()}
 
 
 @torch.no_grad()
 def _snapshot(run: Run) -> Callable[[], None]:
-    """Copy what a step reads and changes on this rank; return the function that puts it back."""
+    """Copy the state that a step changes on this rank; return the function that restores it."""
     tensors = {label: tensor.clone() for label, tensor in _state_tensors(run).items()}
     state, scaler = run.optimizer.state, run.scaler.state_dict()
     others = {

@@ -1,4 +1,4 @@
-"""Start local ranks with torch's elastic agent, and stop them on a signal.
+"""The launch of local ranks with torch's elastic agent, and their stop on a signal.
 
 Note [Ending on a signal]
 Each rank runs in a separate session, so Ctrl-C in a terminal reaches only the launching process.
@@ -51,7 +51,7 @@ class RankPlace:
 
 
 class StopRequest:
-    """Notes SIGINT and SIGTERM instead of ending the process; the run looks after each step.
+    """Records SIGINT and SIGTERM instead of ending the process; the run reads it after each step.
 
     ``parent`` is the id of the launcher: the run also stops if it is no longer the parent.
     """
@@ -63,7 +63,7 @@ class StopRequest:
 
     @classmethod
     def of_process(cls, has_launcher: bool = False) -> Self:
-        """Make that of this process, on the main thread; see Note [Ending on a signal].
+        """Make the request of this process, on the main thread; see Note [Ending on a signal].
 
         Until `listen`, a rank with a launcher ends at once on a signal, and with the launcher.
         """
@@ -75,30 +75,30 @@ class StopRequest:
         return request
 
     def listen(self) -> None:
-        """Note signals from now on: the first step begins."""
+        """Record signals from now on: the first step begins."""
         if self._may_listen:
             self._handle(self._note)
             end_with_parent(None)
 
-    def _handle(self, how: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:
+    def _handle(self, handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, how)
+            signal.signal(number, handler)
 
     @property
     def is_orphan(self) -> bool:
-        """Tell whether the launcher of this rank has ended."""
+        """True if the launcher of this rank has ended."""
         return self._parent is not None and os.getppid() != self._parent
 
     @property
     def requested(self) -> bool:
-        """Tell whether this rank is to stop."""
+        """True if this rank has to stop."""
         return self._noted or self.is_orphan
 
     def linger(self) -> None:
-        """Wait for this rank's own signal after all have stopped for another rank's.
+        """Wait for this rank's signal after all ranks have stopped for another rank's.
 
-        When a node joins, each agent ends its ranks at a moment of its own. A rank that ended
-        before its agent asks would count as failed, and cost one of ``--max-restarts``.
+        When a node joins, the agents end their ranks at different moments. A rank that ended before
+        the signal of its agent would count as failed, and cost one of ``--max-restarts``.
         """
         until_s = time.monotonic() + _LINGER_S
         while not self.requested and time.monotonic() < until_s:
@@ -109,15 +109,15 @@ class StopRequest:
 
 
 def leave(place: RankPlace, rank: int) -> bool:
-    """End this node's agent if ``rank`` is of this node and there are others; tell if it does.
+    """End this node's agent if ``rank`` is on this node and there are other nodes; return if so.
 
-    Ranks of a node have consecutive numbers. Torchrun goes on with the nodes that are left.
+    Ranks of a node have consecutive numbers. Torchrun continues with the other nodes.
     """
     size = place.local_world_size
-    is_here = rank // size == place.rank // size and size < place.world_size
-    if is_here and place.local_rank == 0:
+    is_on_node = rank // size == place.rank // size and size < place.world_size
+    if is_on_node and place.local_rank == 0:
         os.kill(os.getppid(), signal.SIGTERM)
-    return is_here
+    return is_on_node
 
 
 def launch_local_ranks(arguments: Sequence[str], num_ranks: int, max_restarts: int = 0) -> int:
@@ -161,10 +161,10 @@ def launch_local_ranks(arguments: Sequence[str], num_ranks: int, max_restarts: i
             rank, failure = error.get_first_failure()
             code: int = failure.exitcode
             if code < 0:
-                said = f"{describe_signal(-code)}; the other ranks were ended"
+                ending = f"{describe_signal(-code)}; the other ranks were ended"
             else:
-                said = f"ended with exit code {code}; its own message is above"
+                ending = f"ended with exit code {code}; its own message is above"
             if code != INTERRUPTED:
-                terminal.complain(f"rank {rank} {said}\n")
+                terminal.complain(f"rank {rank} {ending}\n")
             return 1 if code < 0 else code
     return 0

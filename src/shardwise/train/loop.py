@@ -1,6 +1,6 @@
-"""The training loop: plain PyTorch around a sharded model.
+"""The training loop: plain PyTorch around a sharded model, with two exceptions.
 
-Two things are not plain. `shardwise.accumulate` marks the last micro-batch. Once a step the ranks
+`shardwise.accumulate` marks the last micro-batch. Once a step the ranks
 sum their losses, together with flags on which all must act after the same step: a stop request, a
 failed save, a replayed step with other bits.
 """
@@ -182,9 +182,9 @@ def check_run_gradients(run: Run) -> GradientReport:
     def take_step(stage: nn.Module, batch: tuple[Tensor, Tensor, Tensor | None]) -> Tensor:
         return Pipeline(stage, axes, config, run.device).step(*batch)
 
-    mine = (x.chunk(num_parts)[part] for x in (ids, targets))
+    local_rows = (x.chunk(num_parts)[part] for x in (ids, targets))
     # Inside `cut`, the whole windows of the one process are computed as usual.
-    with torch.random.fork_rng(fork_rng_devices(run.device)), run.cut(*mine) as local:
+    with torch.random.fork_rng(fork_rng_devices(run.device)), run.cut(*local_rows) as local:
         return check_gradients(
             lambda: make_decoder(config, run.tokenizer),
             (ids, targets),
@@ -197,7 +197,7 @@ def check_run_gradients(run: Run) -> GradientReport:
 
 
 class _Loop:
-    """Takes the steps of one rank, and passes their figures on."""
+    """Takes the steps of one rank, and writes their figures."""
 
     def __init__(
         self,
@@ -209,19 +209,23 @@ class _Loop:
         result: RunResult,
         observation: Observation | None,
     ) -> None:
-        self._run, self._stop = run, stop
+        self._run = run
+        self._stop = stop
         self._log = observation.log if observation is not None else lambda **_: None
         self._paused = observation.paused if observation is not None else nullcontext
-        self._metrics, self._advance, self._result = metrics, advance, result
-        self._saves, self._budget = saves, IntegrityBudget(run.config.integrity)
+        self._metrics = metrics
+        self._advance = advance
+        self._result = result
+        self._saves = saves
+        self._budget = IntegrityBudget(run.config.integrity)
 
     def take_step(self, step: int) -> None:
         """Take one step; then write its figures and, if due, check, evaluate and save."""
         run, config, result, metrics = self._run, self._run.config, self._result, self._metrics
         tokens = run.global_batch * config.seq
         sent_before, started_s = _sent_bytes(run), time.perf_counter()
-        is_asked_for = _is_multiple(step, config.check_replicas_every)
-        compares = is_asked_for or self._budget.agreed == "replicas"
+        is_due = _is_multiple(step, config.check_replicas_every)
+        compares = is_due or self._budget.agreed == "replicas"
         report, is_stopped, save_failed = self._agreed_step(step)
         step_s = time.perf_counter() - started_s
         peak_bytes = peak_memory_bytes(run.device)
@@ -249,7 +253,7 @@ class _Loop:
         )
         if save_failed:
             self._saves.finish(metrics)
-            raise CheckpointError("another rank could not save; its message says why")
+            raise CheckpointError("saving failed on another rank; see that rank's error")
         if not math.isfinite(report.loss) and config.precision != "fp16":
             raise NonFiniteLossError(
                 f"the loss of step {step} is {report.loss}; lower lr ({config.lr:g}), lengthen "
@@ -269,7 +273,7 @@ class _Loop:
         self._saves.after_step(step, is_last, metrics)  # last, as it may raise
 
     def _agreed_step(self, step: int) -> tuple[StepReport, bool, bool]:
-        """Take an optimizer step; tell whether a rank is to stop, and whether one could not save.
+        """Take an optimizer step; return its report, and flags: a rank stops, a save has failed.
 
         A step that is computed twice is observed the second time.
 
@@ -277,7 +281,9 @@ class _Loop:
 
         **Raises** ReplayError if the step was computed twice and gave other bits on any rank.
         """
-        run, budget, difference, begun_s = self._run, self._budget, 0, time.perf_counter()
+        run, budget = self._run, self._budget
+        difference = 0
+        begun_s = time.perf_counter()
         is_replayed = budget.agreed == "replay" or _is_multiple(step, run.config.replay_every)
         if is_replayed:
             first_only = iter([self._paused()])
@@ -291,10 +297,10 @@ class _Loop:
             local = compute_step(run, step)
         synchronize(run, step)
         budget.note_step(time.perf_counter() - begun_s, is_replayed)
-        asked = budget.ask() if run.place.rank == 0 else 0
+        next_check = budget.next_check() if run.place.rank == 0 else 0
         mean = local.loss / run.place.world_size
-        sums = [mean, self._stop.requested, self._saves.failed, difference > 0, asked]
-        loss, *flags, check = all_reduce_scalars([float(s) for s in sums])
+        addends = [mean, self._stop.requested, self._saves.failed, difference > 0, next_check]
+        loss, *flags, check = all_reduce_scalars([float(addend) for addend in addends])
         is_stopped, save_failed, is_different = (num_ranks > 0 for num_ranks in flags)
         budget.agree(int(check))
         if is_different:
@@ -329,7 +335,7 @@ def compute_step(run: Run, step: int) -> StepReport:
 
 
 def synchronize(run: Run, step: int) -> None:
-    """Count a step of replicas that step apart; after the last one all have one model."""
+    """Count a local step of the replicas; synchronise them after the last step."""
     if run.local is not None:
         run.local.step()
         if step == run.config.steps:

@@ -1,8 +1,8 @@
-"""The optimizers that step on shards, by name, with their arguments; imports no torch.
+"""The table of optimizers that can step on shards, with their arguments; imports no torch.
 
-They are torch's and elementwise. `shardwise.optim.AdamW` replaces torch's if an argument says how
-moments are stored. Left out are those that need a whole matrix or the norm of a whole parameter
-(Muon, Adafactor, Lamb), `Rprop`, which writes through masks, `LBFGS` and `SparseAdam`.
+They are torch's elementwise optimizers. `shardwise.optim.AdamW` replaces torch's if an argument
+sets the storage of its moments. Left out are those that need a whole matrix or the norm of a whole
+parameter (Muon, Adafactor, Lamb), `Rprop`, which writes through masks, `LBFGS` and `SparseAdam`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shardwise.optim.kinds import ARGUMENTS, BLOCK, check_kind
 if TYPE_CHECKING:
     import torch
 
-_OWN = "lr betas eps weight_decay"
+_SHARDWISE_ADAMW = "lr betas eps weight_decay"
 _ADAM = "lr betas eps weight_decay amsgrad foreach maximize capturable differentiable fused"
 _COMMON = "lr eps weight_decay foreach maximize capturable differentiable"
 
@@ -46,16 +46,16 @@ def check_options(name: str, options: Mapping[str, object], where: str) -> None:
     check_names(options, arguments, where, f"argument {{!r}} of {title}")
 
 
-def is_own(name: str, options: Mapping[str, object]) -> bool:
-    """Tell whether options ask for `shardwise.optim.AdamW` instead of torch's."""
+def is_shardwise_adamw(name: str, options: Mapping[str, object]) -> bool:
+    """True if options select `shardwise.optim.AdamW` instead of torch's."""
     return name == "adamw" and any(key in options for key in ARGUMENTS)
 
 
 def check_run_options(name: str, options: Mapping[str, object], where: str) -> None:
-    """Raise ConfigError as `check_options`, for a run, which may use our own AdamW."""
-    if not is_own(name, options):
+    """Raise ConfigError as `check_options`, for a run, which may use `shardwise.optim.AdamW`."""
+    if not is_shardwise_adamw(name, options):
         return check_options(name, options, where)
-    known = (*_OWN.split(), *ARGUMENTS)
+    known = (*_SHARDWISE_ADAMW.split(), *ARGUMENTS)
     check_names(options, known, where, "argument {!r} of shardwise.optim.AdamW")
     try:
         check_kind(options.get("moments", "fp32"), options.get("block", BLOCK))
@@ -66,12 +66,12 @@ def check_run_options(name: str, options: Mapping[str, object], where: str) -> N
 def optimizer_class(
     name: str, options: Mapping[str, object] | None = None
 ) -> type[torch.optim.Optimizer]:
-    """Return the class of a name of `OPTIMIZERS`: torch's, unless options ask for ours."""
+    """Return the class of a name of `OPTIMIZERS`: torch's, or `shardwise.optim.AdamW`."""
     import torch
 
-    if is_own(name, options or {}):
+    if is_shardwise_adamw(name, options or {}):
         from shardwise.optim import AdamW
 
         return AdamW
-    found: type[torch.optim.Optimizer] = getattr(torch.optim, OPTIMIZERS[name][0])
-    return found
+    optimizer: type[torch.optim.Optimizer] = getattr(torch.optim, OPTIMIZERS[name][0])
+    return optimizer

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: when they are written, their settings, and how a run resumes.
+"""The checkpoints of a run: when they are written, their settings, and resuming from them.
 
 Note [A resumed run]
 ~~~~~~~~~~~~~~~~~~~~
@@ -101,9 +101,9 @@ class RunCheckpoints:
         self.stall_s = 0.0
         engine, folder = engine_of(run.model), checkpoints_path(config)
         # If the folder exists, another run may write there, which its lock shows.
-        asked = config.save_every > 0 or config.resume != "never" or folder.exists()
-        asked |= config.memory_every > 0
-        if engine.everyone.broadcast(bytes([asked])) != b"\0":
+        needed = config.save_every > 0 or config.resume != "never" or folder.exists()
+        needed |= config.memory_every > 0
+        if engine.everyone.broadcast(bytes([needed])) != b"\0":
             self._keeper = Checkpoints(
                 folder,
                 run.model,
@@ -159,7 +159,7 @@ class RunCheckpoints:
 
     @property
     def failed(self) -> bool:
-        """Tell whether the background save failed; `finish` raises it."""
+        """True if the background save failed; `finish` raises its error."""
         return self._saving is not None and self._saving.error is not None
 
     def after_step(self, step: int, is_last: bool, metrics: JsonLines) -> None:

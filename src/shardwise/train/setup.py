@@ -1,17 +1,17 @@
-"""Set up a run before its first step: process group, data, model, optimizer.
+"""The setup of a run before its first step: process group, data, model, optimizer.
 
 Note [Leaving the process group]
 Gloo's threads end with the last reference to its process group. A group that is alive when the
 interpreter ends may abort the process ("terminate called without an active exception"). Two things
-would keep it. The sharded model's hooks form reference cycles, so garbage is collected first.
+would keep it alive. The sharded model's hooks form reference cycles, so garbage is collected first.
 `torch.distributed.nn.functional` stores the group that exists when it is imported as a default
 argument, so this file imports it before a group exists, and not the first optimizer step.
 
 Note [Generators of the ranks]
 All ranks draw the weights from `seed`. Dropout draws by micro-batch, so that the masks of a step do
 not depend on the number of ranks: see Note [Random numbers of a micro-batch]. Pipelines and
-breadth-first accumulation run all passes of a rank in one call, so there the first micro-batch's
-seed is for all.
+breadth-first accumulation run all passes of a rank in one call, so there the seed of the first
+micro-batch is used for all.
 """
 
 import gc
@@ -46,9 +46,9 @@ from shardwise.parallel.local_steps import LocalSteps
 from shardwise.stages import DEFAULT_BUCKET_BYTES
 from shardwise.train.checks import check_output
 from shardwise.train.config import TrainConfig
-from shardwise.train.decoder import TIED, Decoder, Pipeline, Stage, spread_decoder
+from shardwise.train.decoder import TIED, Decoder, DecoderStage, Pipeline, spread_decoder
 from shardwise.train.launch import RankPlace
-from shardwise.train.optimizers import OPTIMIZERS, is_own, optimizer_class
+from shardwise.train.optimizers import OPTIMIZERS, is_shardwise_adamw, optimizer_class
 from shardwise.train.text import (
     Tokenizer,
     WindowSampler,
@@ -79,7 +79,7 @@ class Run:
     scaler: torch.amp.GradScaler
     context: ContextParallel | None  # if windows are cut over ranks
     pipeline: Pipeline | None  # if the model is cut into pipeline stages
-    local: LocalSteps | None  # if replicas step apart
+    local: LocalSteps | None  # if replicas step locally
     base_memory_bytes: int  # in use before the model was built
 
     @property
@@ -129,9 +129,10 @@ def join_ranks(
     store: dist.Store | None = None,
     timeout_s: float | None = None,
 ) -> Iterator[torch.device]:
-    """Join the process group, leave it at the end; yield the device. One rank needs no network.
+    """Join the process group, yield the device, and leave the group at the end.
 
-    The ranks meet in ``store``, or where the environment says. ``timeout_s``: of the collectives.
+    The ranks connect through ``store``, or through the address in the environment; one rank needs
+    no network. ``timeout_s`` is that of the collectives.
 
     **State** sets this process's number of CPU threads, by default cores / local ranks.
     """
@@ -181,9 +182,20 @@ def prepare_run(config: TrainConfig, place: RankPlace, device: torch.device) -> 
     facts.append(f"data: {len(tokens)} windows, {tokens.num_tokens} tokens")
     agree(engine_of(model).everyone, facts, "the keys of the run")
     return Run(
-        *(config, place, device, tokenizer, tokens, entropy, sampler, model, optimizer, scaler),
-        *(context, pipeline, step_apart(config, model)),
-        base_memory_bytes,
+        config=config,
+        place=place,
+        device=device,
+        tokenizer=tokenizer,
+        tokens=tokens,
+        unigram_entropy=entropy,
+        sampler=sampler,
+        model=model,
+        optimizer=optimizer,
+        scaler=scaler,
+        context=context,
+        pipeline=pipeline,
+        local=make_local_steps(config, model),
+        base_memory_bytes=base_memory_bytes,
     )
 
 
@@ -195,22 +207,22 @@ def make_decoder(config: TrainConfig, tokenizer: Tokenizer) -> nn.Module:
 
 
 def shard_decoder(config: TrainConfig, axes: Axes, model: nn.Module) -> nn.Module:
-    """Spread a decoder over the ranks as the config says; return this rank's stage of it."""
+    """Shard a decoder over the ranks by the config; return this rank's pipeline stage of it."""
     decoder = spread_decoder(cast(Decoder, spread_experts(model, axes)), axes)
     if axes.pp > 1:
         stage = axes["pp"].get_local_rank()
-        model = Stage(decoder, stage, axes.pp, axes.tp)
+        model = DecoderStage(decoder, stage, axes.pp, axes.tp)
         torch.manual_seed(seed_of(config.seed, stage, "stages"))  # stages draw other weights
     WATCH.tells_of_launcher = False  # `StopRequest` ends the run with it
     if config.hang_timeout is not None:
         watch(config.hang_timeout)
-    named = PRECISIONS[config.precision]
+    precision = PRECISIONS[config.precision]
     model = shardwise.shard(
         model,
         stage=config.stage,
         precision=replace(
-            named,
-            reduce=config.reduce or named.reduce,
+            precision,
+            reduce=config.reduce or precision.reduce,
             gather=config.gather,
             block=config.gather_block,
         ),
@@ -230,8 +242,8 @@ def shard_decoder(config: TrainConfig, axes: Axes, model: nn.Module) -> nn.Modul
     return model
 
 
-def step_apart(config: TrainConfig, model: nn.Module) -> LocalSteps | None:
-    """Let the replicas of a sharded decoder step apart if the config says so."""
+def make_local_steps(config: TrainConfig, model: nn.Module) -> LocalSteps | None:
+    """Make the local steps of replicas, if the config has any."""
     if config.local_steps is None:
         return None
     windows = Windows.of_fields(config.local_steps)
@@ -245,22 +257,22 @@ def _make_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimi
     options: dict[str, Any] = {"lr": config.lr}
     if "betas" in arguments:
         options["betas"] = config.beta1, config.beta2
-    given = config.optimizer_options or {}
-    if "fused" in arguments and not is_own(config.optimizer, given):
+    user_options = config.optimizer_options or {}
+    if "fused" in arguments and not is_shardwise_adamw(config.optimizer, user_options):
         options["fused"] = True
-    options |= given
+    options |= user_options
     params = list(model.parameters())
     groups = [  # vectors (norms) do not decay
         {"params": [p for p in params if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
     ]
     try:
-        made = optimizer_class(config.optimizer, given)(groups, **options)
+        optimizer = optimizer_class(config.optimizer, user_options)(groups, **options)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(
-            f"optimizer_options: {config.optimizer} refuses {given}: {error}"
+            f"optimizer_options: {config.optimizer} refuses {user_options}: {error}"
         ) from None
-    return shardwise.overlap(made) if config.overlap_step else made
+    return shardwise.overlap(optimizer) if config.overlap_step else optimizer
 
 
 def _prepare_output(config: TrainConfig, place: RankPlace, tokenizer: Tokenizer) -> None:
@@ -277,7 +289,7 @@ def _prepare_output(config: TrainConfig, place: RankPlace, tokenizer: Tokenizer)
     if failure is not None:
         raise failure
     if num_failed:
-        raise ConfigError("another rank could not prepare the run; its message says why")
+        raise ConfigError("preparing the run failed on another rank; see that rank's error")
 
 
 def gather_integers(place: RankPlace, value: int) -> list[int]:

@@ -40,7 +40,7 @@ def count_state(
 ) -> StateBytes:
     """Count the training state of this rank; call between `step` and `zero_grad`.
 
-    ``outer_bytes``: what replicas that step apart keep beside the optimizer's state.
+    ``outer_bytes``: those of the state of `LocalSteps`, beside the optimizer's state.
     """
     stats = shardwise.debug.stats(model)
     states = [

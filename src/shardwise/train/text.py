@@ -35,7 +35,7 @@ _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests",
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Text to token ids and back; ``name`` tells tokenizers apart."""
+    """Text to token ids and back; ``name`` identifies the tokenizer."""
 
     vocab: int
     name: str
@@ -92,9 +92,10 @@ def find_documents(data: Path | None) -> list[Path]:
     """
     if data is not None and data.is_file():
         return [data]
-    root, pattern, skipped = data, "*", frozenset[str]()
-    if root is None:
+    if data is None:
         root, pattern, skipped = Path(sysconfig.get_paths()["stdlib"]), "*.py", _SKIPPED_FOLDERS
+    else:
+        root, pattern, skipped = data, "*", frozenset[str]()
     documents = []
     for path in sorted(root.rglob(pattern)):
         parts = path.relative_to(root).parts
@@ -150,7 +151,7 @@ def _not_utf8(begin: bytes, error: ValueError) -> str:
     looks = "and looks like UTF-16" if known == "UTF-16" else "perhaps ISO-8859-1 or Windows-1252"
     return (
         f"is not UTF-8 text ({what}), {looks}. Convert it, as with `iconv -f {known} -t UTF-8`, or "
-        "take it away"
+        "remove it"
     )
 
 
@@ -192,9 +193,11 @@ def write_stream(documents: Sequence[Path], tokenizer: Tokenizer, folder: Path) 
                 tokens = np.append(np.asarray(tokenizer.encode(text), dtype=dtype), dtype.type(0))
                 counts += np.bincount(tokens, minlength=tokenizer.vocab)
                 file.write(tokens.tobytes())
-        num_tokens, where = int(counts.sum()), documents[0].parent
+        num_tokens = int(counts.sum())
         if num_tokens == 0:
-            raise ConfigError(f"data: no UTF-8 text in {len(documents)} files of {where}")
+            raise ConfigError(
+                f"data: no UTF-8 text in {len(documents)} files of {documents[0].parent}"
+            )
         entropy = unigram_entropy(counts)
         header = {"num_tokens": num_tokens, "dtype": dtype.name, "unigram_entropy": entropy}
         header_path.write_text(json.dumps({**header, "source": source}))
@@ -204,7 +207,8 @@ def _count_tokens(files: Sequence[Path], tokenizer: Tokenizer) -> np.ndarray:
     """Count the first tokens of files that were made elsewhere."""
     from shardwise.data.tokens import TokenFiles
 
-    counts, left = np.zeros(tokenizer.vocab, dtype=np.int64), _COUNTED
+    counts = np.zeros(tokenizer.vocab, dtype=np.int64)
+    left = _COUNTED
     for path, row in zip(files, TokenFiles(files, seq=1).rows, strict=True):
         head = row[:left].astype(np.int64)
         wrong = head[(head < 0) | (head >= tokenizer.vocab)]
@@ -243,9 +247,8 @@ def unigram_entropy(counts: np.ndarray) -> float:
 class WindowSampler:
     """Maps samples to windows, with integers only, the same for any number of ranks.
 
-    Every `num_windows //
-    eval_windows`-th window is held out. Training walks all other windows in a new random order
-    each epoch.
+    Every `num_windows // eval_windows`-th window is held out. Training goes through all other
+    windows in a new random order each epoch.
     """
 
     num_windows: int

@@ -31,7 +31,7 @@ from shardwise.interop.foreign_keys import (
     Report,
 )
 from shardwise.keys import check_names, near_miss
-from shardwise.train.curves import CURVES, Curve, make_curve
+from shardwise.train.curves import CURVES, SchedulerCurve, make_curve
 from shardwise.train.optimizers import OPTIMIZERS, check_options
 
 SIZES = ("micro_batch", "accumulation", "global_batch")
@@ -73,7 +73,7 @@ class Reading:
     values: JsonMapping
     defaults: JsonMapping
     auto: frozenset[str]
-    schedule: Curve | TorchSchedule | None
+    schedule: SchedulerCurve | TorchSchedule | None
     report: Report
 
 
@@ -118,7 +118,7 @@ class DeepSpeedFile:
         self.content, self.reader = content, reader
         self.values, self.defaults = reader.values, reader.defaults
         self.auto: set[str] = set()
-        self.schedule: Curve | TorchSchedule | None = None
+        self.schedule: SchedulerCurve | TorchSchedule | None = None
         self.is_on = self._decide_precision(precision)
 
     def read(self) -> Reading:

@@ -22,7 +22,7 @@ from shardwise.interop.deepspeed.reading import (
     resolve,
 )
 from shardwise.interop.foreign_keys import Entry, JsonMapping, JsonObject, Reader, Report, load_json
-from shardwise.train.curves import Curve
+from shardwise.train.curves import SchedulerCurve
 from shardwise.train.optimizers import check_options, optimizer_class
 
 _WRONG_VALUES = TypeError, ValueError, ArithmeticError, RuntimeError  # raised by classes of torch
@@ -169,7 +169,7 @@ class DeepSpeedSettings:
         if not hasattr(optimizer, "param_groups"):
             raise ConfigError(f"scheduler(): expected an optimizer of torch, got {optimizer!r}")
         if not isinstance(schedule, TorchSchedule):
-            return CurveScheduler(optimizer, schedule.given_too(overrides))
+            return CurveScheduler(optimizer, schedule.with_options(overrides))
         check_schedule_options(schedule.name, overrides, "scheduler()")
         make: type[LRScheduler] = getattr(lr_scheduler, schedule.name)
         options: JsonObject = {**schedule.options, **overrides}
@@ -234,7 +234,7 @@ class CurveScheduler(LRScheduler):
     the parameter groups.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, curve: Curve) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, curve: SchedulerCurve) -> None:
         curve.check_groups(len(optimizer.param_groups))
         curve.learning_rate(0, 0.0)  # raises before anything changes
         self._curve = curve
