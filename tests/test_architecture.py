@@ -47,7 +47,7 @@ BUDGETS = {
     "train": 2160,
     "preflight": 830,
     "interop": 4460,
-    "cli": 2600,
+    "cli": 2660,
 }
 COLLECTIVES = """
 all_gather all_gather_coalesced all_gather_into_tensor all_gather_object all_reduce

@@ -1,1 +1,1 @@
-"""Measures what this machine does, with all its ranks at work at once: `shardwise bench`."""
+"""The measurements of this machine with all its ranks at once, for `shardwise bench`."""

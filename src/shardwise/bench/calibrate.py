@@ -1,4 +1,4 @@
-"""One calibration of this machine: every measurement in turn, with all ranks at once."""
+"""The calibration of this machine: all measurements one by one, with all ranks at once."""
 
 import os
 from collections.abc import Callable
@@ -87,8 +87,8 @@ def _jobs(watch: Stopwatch, folder: Path) -> dict[str, Callable[[], dict[str, Se
 def _collectives(watch: Stopwatch, group_size: int) -> dict[str, SecondsCurve]:
     on_cpu = watch.device.type == "cpu"
     sums = kernels.sum_curve(watch) if on_cpu else None
-    found = network.collective_curves(watch, group_size, sums)
-    return found if sums is None else {**found, "sum": sums}
+    curves = network.collective_curves(watch, group_size, sums)
+    return curves if sums is None else {**curves, "sum": sums}
 
 
 def _host(device: torch.device) -> MeasuredHost:

@@ -1,11 +1,11 @@
-"""Measure what a rank computes: products, attention, optimizer, sums, and the engine's host code.
+"""The measurement of a rank's work: products, attention, optimizer, sums, the engine's host code.
 
 Note [Between products]
-On a CPU an elementwise operation is fast on what the last one left in the caches, but a product
-runs through them: measured without products in between, a decoder's norms would take half of what
-they do. So the chain has products, and the clock is stopped while they run: in the forward half
-around the call, in the backward half by hooks before and after the product's node. Tensors beyond
-the caches need no products; if the host runs ahead of the device there are none either, since
+On a CPU an elementwise operation is fast if its input is in the caches, but a product replaces
+their contents: measured without products in between, a decoder's norms would take half of their
+real time. So the chain has products, and the clock is stopped while they run: in the forward half
+around the call, in the backward half by hooks before and after the product's node. Tensors larger
+than the caches need no products. On devices that run asynchronously there are none either, since
 stopping the clock would add a synchronisation.
 
 Note [Conditions of measurement]
@@ -14,8 +14,8 @@ cold and results new memory, the forward and backward halves timed separately. S
 operations, of the optimizer and of copies are the bytes that a whole step reads and writes, as the
 player of a tape counts them. The engine's host code is measured on the same model plain, sharded,
 and with each block under activation checkpointing. Its blocks are small, so that little else takes
-time, but their products are large enough that the host's code is not in the caches when its turn
-comes: it takes three times as long then.
+time. But their products are large enough to remove the host's code from the caches, as in training;
+the code then takes three times as long.
 """
 
 import math
@@ -64,21 +64,23 @@ class Chain:
         self._norms = [random(dim) for _ in range(num_blocks)]
         self._weights = [[random(dim, dim) for _ in range(_PRODUCTS)] for _ in range(num_blocks)]
         angles = torch.rand(tokens, dim // 2, device=watch.device)
-        self._cos, self._sin = angles.cos().to(dtype), angles.sin().to(dtype)
-        self._stopped_s = self._stopped_at_s = 0.0
+        self._cos = angles.cos().to(dtype)
+        self._sin = angles.sin().to(dtype)
+        self._stopped_s = 0.0
+        self._stopped_at_s = 0.0
 
     def measure(self) -> tuple[tuple[Sequence[Cost], float], tuple[Sequence[Cost], float]]:
         """Return the costs of the forward and the backward half, each with its seconds."""
         with Tracker(lambda: None) as tracker:
             output = self._forward()
-            ahead = tracker.take_costs()
+            forward_costs = tracker.take_costs()
             grad = torch.ones_like(output)
             tracker.take_costs()
             output.backward(grad)
-            back = tracker.take_costs()
+            backward_costs = tracker.take_costs()
         del output, tracker
         forward_s, backward_s = self._watch.parts(lambda: self._both(grad))
-        return (ahead, forward_s), (back, backward_s)
+        return (forward_costs, forward_s), (backward_costs, backward_s)
 
     def _both(self, grad: Tensor) -> tuple[float, float]:
         """Return the seconds of both halves, products left out."""
@@ -147,10 +149,12 @@ def matmul_curves(watch: Stopwatch, dtype: torch.dtype) -> dict[str, SecondsCurv
         return watch.parts(both_ways(watch, forward, [start, *weights]))
 
     curves = {}
-    found = watch.sweep([16 << i for i in range(10)], measure)
-    for part, (way, num_ops) in enumerate((("forward", _LINEARS), ("backward", 2 * _LINEARS))):
-        points = [(2.0 * n**3, parts[part] / num_ops) for n, parts in found]
-        curves[name.format(way)] = SecondsCurve.through("flops", points)
+    measured = watch.sweep([16 << i for i in range(10)], measure)
+    for part, (direction, num_ops) in enumerate(
+        (("forward", _LINEARS), ("backward", 2 * _LINEARS))
+    ):
+        points = [(2.0 * n**3, parts[part] / num_ops) for n, parts in measured]
+        curves[name.format(direction)] = SecondsCurve.through("flops", points)
     return curves
 
 
@@ -167,17 +171,17 @@ def attention_curves(watch: Stopwatch, dtype: torch.dtype) -> dict[str, SecondsC
 
         return watch.parts(both_ways(watch, forward, [query, key, value]))
 
-    found = watch.sweep([32 << i for i in range(9)], measure)
-    flops = [2.0 * _HEADS * _HEAD_DIM * length**2 for length, _ in found]
+    measured = watch.sweep([32 << i for i in range(9)], measure)
+    flops = [2.0 * _HEADS * _HEAD_DIM * length**2 for length, _ in measured]
     curves = {}
-    for part, (way, factor) in enumerate((("forward", 1.0), ("backward", 2.0))):
-        points = [(f * factor, parts[part]) for f, (_, parts) in zip(flops, found, strict=True)]
-        curves[name.format(way)] = SecondsCurve.through("flops", points)
+    for part, (direction, factor) in enumerate((("forward", 1.0), ("backward", 2.0))):
+        points = [(f * factor, parts[part]) for f, (_, parts) in zip(flops, measured, strict=True)]
+        curves[name.format(direction)] = SecondsCurve.through("flops", points)
     return curves
 
 
 def memory_curves(watch: Stopwatch, dtype: torch.dtype) -> dict[str, SecondsCurve]:
-    """Measure what a decoder's block does beside products: norm, rotation, gate, residual.
+    """Measure a decoder block's operations between products: norm, rotation, gate, residual.
 
     Sizes are bytes read and written per operation, counted as a tape counts them. See
     Note [Between products].
@@ -186,12 +190,15 @@ def memory_curves(watch: Stopwatch, dtype: torch.dtype) -> dict[str, SecondsCurv
     points: dict[str, list[tuple[float, float]]] = {"forward": [], "backward": []}
     for numel in _GLUE_NUMELS[:2] if watch.pace.is_rough else _GLUE_NUMELS:
         chain = Chain(watch, numel, dtype)
-        for way, (costs, seconds) in zip(points, chain.measure(), strict=True):
+        for direction, (costs, seconds) in zip(points, chain.measure(), strict=True):
             glue = [c for c in costs if c.kind == "memory"]
             num_ops = sum(c.num_ops for c in glue)
             size = sum(c.moved_bytes for c in glue) / num_ops
-            points[way].append((size, seconds / num_ops))
-    return {name.format(way): SecondsCurve.through("bytes", found) for way, found in points.items()}
+            points[direction].append((size, seconds / num_ops))
+    return {
+        name.format(direction): SecondsCurve.through("bytes", measured)
+        for direction, measured in points.items()
+    }
 
 
 def both_ways(
@@ -232,7 +239,7 @@ _STATE_NUMELS = [1 << i for i in range(8, 21, 2)]
 _COPIES = [(torch.float32, torch.float32), (torch.float32, torch.bfloat16)]
 
 
-class _Flat(nn.Module):
+class _Vectors(nn.Module):
     """A few vectors, which one unit owns."""
 
     def __init__(self, numel: int) -> None:
@@ -244,7 +251,7 @@ def optimizer_curves(watch: Stopwatch) -> dict[str, SecondsCurve]:
     """Measure a fused AdamW and the clipping of the gradients' norm, over float32 shards."""
 
     def measure(numel: int) -> Sequence[float]:
-        model = shard(_Flat(numel * watch.num_ranks).to(watch.device), stage=1)
+        model = shard(_Vectors(numel * watch.num_ranks).to(watch.device), stage=1)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         for param in model.parameters():
             param.grad = torch.zeros_like(param)
@@ -309,7 +316,7 @@ _WIDTH = 128
 _TOKENS = 128
 
 
-class _Blocks(nn.Module):
+class _SmallModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
@@ -330,11 +337,11 @@ class _Blocks(nn.Module):
 
 
 def host_seconds(watch: Stopwatch) -> tuple[float, float, float]:
-    """Return the seconds that a sharded forward and backward, and a checkpointed block, take more.
+    """Return the additional seconds of a sharded forward, a sharded backward, and a checkpoint.
 
-    Each rank shards over itself alone: sending is measured with the collectives.
+    Each rank shards over one rank, itself: sending is measured with the collectives.
     """
-    plain, checkpointed, sharded = (_Blocks().to(watch.device) for _ in range(3))
+    plain, checkpointed, sharded = (_SmallModel().to(watch.device) for _ in range(3))
     checkpointed.checkpointed = True
     mesh = init_device_mesh(
         watch.device.type, (watch.num_ranks, 1), mesh_dim_names=("replicate", "shard")

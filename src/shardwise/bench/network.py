@@ -1,4 +1,4 @@
-"""Measure collectives, the link to the host, and disks."""
+"""The measurement of collectives, the link to the host, and disks."""
 
 import os
 import tempfile
@@ -30,7 +30,7 @@ _ITEM_BYTES = 4
 def collective_seconds(
     watch: Stopwatch, axes: DataAxes, kind: str, payload: int, num_messages: int = 1
 ) -> float:
-    """Return the seconds of one collective that nothing runs beside."""
+    """Return the seconds of one collective while nothing else runs."""
     start = collective_starter(axes, watch.device, kind, payload, num_messages)
     return watch.seconds(lambda: start().wait(), in_step=True)
 
@@ -76,7 +76,7 @@ def collective_curves(
 ) -> dict[str, SecondsCurve]:
     """Measure both collectives of the engine by the bytes of the whole.
 
-    ``sums``: what this rank's own sums take, where the transport runs them in ``wait``. They are
+    ``sums`` are the seconds of this rank's sums, if the transport runs them in ``wait``. They are
     left out, since a program has them as separate operations.
     """
     axes, curves = axes_of_groups(watch, group_size), {}
@@ -96,7 +96,7 @@ def collective_curves(
 
 
 def message_seconds(watch: Stopwatch) -> float:
-    """Return what each further message to one peer adds to a collective of the same bytes."""
+    """Return the seconds that one more message to a peer adds to a collective of as many bytes."""
     axes = axes_of_groups(watch, watch.num_ranks)
     one, many = (
         collective_seconds(watch, axes, "all_gather", _MESSAGE_PAYLOAD, count)
@@ -107,7 +107,7 @@ def message_seconds(watch: Stopwatch) -> float:
 
 
 def measure_overlap(watch: Stopwatch) -> float:
-    """Return how much of a collective is hidden behind a computation that lasts longer.
+    """Return the share of a collective that a longer computation hides.
 
     1 when both together take as long as the computation, 0 when they take as long as one after the
     other, less when they take longer: then they empty each other's caches, or ranks wait for each
@@ -147,15 +147,15 @@ def host_link_curves(watch: Stopwatch) -> dict[str, SecondsCurve]:
 
     def measure(num_bytes: int) -> Sequence[float]:
         host = host_buffer(num_bytes, watch.device)
-        there = torch.empty_like(host, device=watch.device)
+        on_device = torch.empty_like(host, device=watch.device)
         return [
-            watch.seconds(lambda: there.copy_(host, non_blocking=True)),
-            watch.seconds(lambda: host.copy_(there, non_blocking=True)),
+            watch.seconds(lambda: on_device.copy_(host, non_blocking=True)),
+            watch.seconds(lambda: host.copy_(on_device, non_blocking=True)),
         ]
 
-    found = watch.sweep(_TRANSFERS, measure)
+    measured = watch.sweep(_TRANSFERS, measure)
     return {
-        name: SecondsCurve.through("bytes", [(float(n), parts[part]) for n, parts in found])
+        name: SecondsCurve.through("bytes", [(float(n), parts[part]) for n, parts in measured])
         for part, name in enumerate(("to_device", "to_host"))
     }
 
@@ -168,9 +168,9 @@ def disk_curves(watch: Stopwatch, folder: Path) -> dict[str, SecondsCurve]:
         def measure(num_bytes: int) -> Sequence[float]:
             return watch.parts(_write_and_read(watch, path, os.urandom(num_bytes)))
 
-        found = watch.sweep(_FILES, measure)
+        measured = watch.sweep(_FILES, measure)
     return {
-        name: SecondsCurve.through("bytes", [(float(n), parts[part]) for n, parts in found])
+        name: SecondsCurve.through("bytes", [(float(n), parts[part]) for n, parts in measured])
         for part, name in enumerate(("disk_write", "disk_read"))
     }
 
@@ -195,7 +195,7 @@ def _write_and_read(watch: Stopwatch, path: Path, data: bytes) -> Callable[[], t
 def context_bytes(device: torch.device) -> int:
     """Return the bytes in use on the device outside of torch's allocator; 0 for the CPU.
 
-    The device must be this process's alone.
+    No other process may use the device.
     """
     if device.type == "cpu":
         return 0

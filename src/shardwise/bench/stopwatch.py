@@ -1,4 +1,4 @@
-"""A stopwatch for several ranks at once: what each does is timed while all the others do it too.
+"""A stopwatch for several ranks at once: work is timed while all ranks do it.
 
 Note [All ranks at once]
 The ranks of one machine share its cores, its memory and its network, and in a training step they
@@ -20,7 +20,7 @@ from shardwise.comm.collectives import all_reduce_scalars
 
 @dataclass(frozen=True)
 class Pace:
-    """How long to measure: a window, how many at most, how long in all.
+    """The duration of a measurement: seconds of a window, most windows, most seconds in all.
 
     A window lasts for ``calls_per_window`` at least: a call that it cuts off is not counted, so let
     that be one of several. A sweep of sizes ends with the first call that takes ``longest_call_s``.
@@ -57,7 +57,7 @@ class Stopwatch:
         return time.perf_counter()
 
     def wait_for_all(self) -> None:
-        """Return when every rank has come here."""
+        """Wait until every rank has called this."""
         all_reduce_scalars([0.0])
 
     def mean(self, values: Sequence[float]) -> list[float]:
@@ -102,7 +102,7 @@ class Stopwatch:
     ) -> list[float]:
         """Return the means of the calls within a window; repeat until all ranks have finished.
 
-        A rank that rested while others measure would leave them its share of the cores.
+        A rank that stopped earlier would leave its share of the cores to the others.
         """
         self.wait_for_all()
         end = time.perf_counter() + window_s
@@ -117,13 +117,13 @@ class Stopwatch:
         self, sizes: Sequence[int], measure: Callable[[int], Sequence[float]]
     ) -> list[tuple[int, Sequence[float]]]:
         """Measure growing sizes until a call takes too long; at least two sizes."""
-        found: list[tuple[int, Sequence[float]]] = []
+        results: list[tuple[int, Sequence[float]]] = []
         for size in sizes:
             parts = measure(size)  # the same on every rank, so that all stop at the same size
-            found.append((size, parts))
-            if len(found) > 1 and sum(parts) > self.pace.longest_call_s:
+            results.append((size, parts))
+            if len(results) > 1 and sum(parts) > self.pace.longest_call_s:
                 break
-        return found
+        return results
 
 
 def _means(calls: Sequence[Sequence[float]]) -> list[float]:

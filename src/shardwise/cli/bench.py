@@ -47,13 +47,13 @@ def bench(context: typer.Context, _: object, flags: dict[str, object]) -> int:
     --calibrate they are written to a file, for `shardwise plan --calibration`. Takes about a
     minute.
     """
-    asked = check_keys(BenchFlags, {}, flags, None, "bench")
-    place, output = read_place(os.environ), asked.output
+    request = check_keys(BenchFlags, {}, flags, None, "bench")
+    place, output = read_place(os.environ), request.output
     with report_errors_once(place):
         check_target("output", output)
         if not os.access(folder := output.parent, os.W_OK):
             raise ConfigError(f"flag --output: the folder {folder} is not writable")
-        num_ranks = 1 if place is not None else asked.ranks
+        num_ranks = 1 if place is not None else request.ranks
         if num_ranks is None:
             import torch
 
@@ -63,34 +63,34 @@ def bench(context: typer.Context, _: object, flags: dict[str, object]) -> int:
         from shardwise.bench.calibrate import calibrate as measure
         from shardwise.train.setup import join_ranks
 
-        own = place or RankPlace(0, 1, 0, 1)
-        with join_ranks(own, asked.threads) as device, share_bar(own.rank == 0) as progress:
-            found = measure(device, folder, quick=asked.quick, progress=progress)
-        if own.rank:
+        place = place or RankPlace(0, 1, 0, 1)
+        with join_ranks(place, request.threads) as device, share_bar(place.rank == 0) as progress:
+            calibration = measure(device, folder, quick=request.quick, progress=progress)
+        if place.rank:
             return 0
-        if asked.json_:
-            terminal.say(json.dumps(to_json(found), indent=1) + "\n")
+        if request.json_:
+            terminal.say(json.dumps(to_json(calibration), indent=1) + "\n")
         else:
-            _show(found)
-        if asked.calibrate:
-            write_calibration(found, output)
-            if not asked.json_:
+            _show(calibration)
+        if request.calibrate:
+            write_calibration(calibration, output)
+            if not request.json_:
                 terminal.say(f"wrote {output}: `shardwise plan --calibration {output}`\n")
     return 0
 
 
-def _show(found: Calibration) -> None:
+def _show(calibration: Calibration) -> None:
     def size(value: float, unit: str) -> str:
         return format_bytes(value) if unit == "bytes" else f"{value:.3g} FLOP"
 
-    console, host = open_console(), found.host
+    console, host = open_console(), calibration.host
     console.print(
         f"{host.processor}, {host.num_cores} cores, {format_bytes(host.memory_bytes)}; "
-        f"{host.device}; torch {host.torch}; {found.num_ranks} ranks x {found.threads_per_rank} "
-        f"threads at once, {found.backend}"
+        f"{host.device}; torch {host.torch}; {calibration.num_ranks} ranks x "
+        f"{calibration.threads_per_rank} threads at once, {calibration.backend}"
     )
     rows = []
-    for name, curve in found.curves.items():
+    for name, curve in calibration.curves.items():
         rate = curve.peak_rate
         shown = f"{format_bytes(rate)}/s" if curve.unit == "bytes" else f"{rate / 1e9:.4g} GFLOP/s"
         ends = []
@@ -100,10 +100,11 @@ def _show(found: Calibration) -> None:
     columns = "measured", ">smallest", ">takes", ">largest", ">takes", ">best rate"
     console.print(make_table(columns, rows))
     console.print(
-        f"overlap {found.overlap:.0%}: that much of a collective is hidden behind a computation\n"
-        f"each further message {found.message_s * 1e6:.1f} us; the engine's host code per unit "
-        f"{found.unit_forward_s * 1e6:.0f} us forward, {found.unit_backward_s * 1e6:.0f} us "
-        f"backward; a checkpointed block {found.checkpoint_s * 1e6:.0f} us\na process holds "
-        f"{format_bytes(found.process_bytes)}, its device context "
-        f"{format_bytes(found.context_bytes)}"
+        f"overlap {calibration.overlap:.0%}: that much of a collective is hidden behind a "
+        f"computation\neach further message {calibration.message_s * 1e6:.1f} us; the engine's "
+        f"host code per unit {calibration.unit_forward_s * 1e6:.0f} us forward, "
+        f"{calibration.unit_backward_s * 1e6:.0f} us backward; a checkpointed block "
+        f"{calibration.checkpoint_s * 1e6:.0f} us\na process holds "
+        f"{format_bytes(calibration.process_bytes)}, its device context "
+        f"{format_bytes(calibration.context_bytes)}"
     )

@@ -69,9 +69,9 @@ def inspect(
         run = run_facts(files, path)
         print_json(asdict(run)) if as_json else show_run(console, run)
         return
-    found = checkpoint_facts(files, path)
-    print_json(found.to_json(tensors)) if as_json else show_checkpoint(console, found, tensors)
-    if found.saved.damage:
+    facts = checkpoint_facts(files, path)
+    print_json(facts.to_json(tensors)) if as_json else show_checkpoint(console, facts, tensors)
+    if facts.saved.damage:
         raise typer.Exit(_DAMAGED)
 
 
@@ -80,7 +80,7 @@ def verify(path: _Path, as_json: _Json = False) -> None:
     """Verify every byte of a checkpoint, or of a run; list all damage."""
     files, console = disk.Files(), terminal.open_console()
     paths = checkpoints_at(files, path)
-    found: list[Verified] = []
+    results: list[Verified] = []
     removed: list[Path] = []  # by a run that is still writing
     errors: list[str] = []  # of checkpoints that could not be verified
     started_s = perf_counter()
@@ -97,11 +97,11 @@ def verify(path: _Path, as_json: _Json = False) -> None:
             if verified is None or (verified.findings and is_gone(files, one)):
                 removed.append(one)
             else:
-                found.append(verified)
+                results.append(verified)
     duration_s = perf_counter() - started_s
-    num_bytes = sum(verified.num_bytes for verified in found)
-    num_damaged = sum(not verified.ok for verified in found)
-    is_ok, rate = bool(found) and not num_damaged and not errors, round(num_bytes / duration_s)
+    num_bytes = sum(verified.num_bytes for verified in results)
+    num_damaged = sum(not verified.ok for verified in results)
+    is_ok, rate = bool(results) and not num_damaged and not errors, round(num_bytes / duration_s)
     if as_json:
         facts = {
             "path": str(path),
@@ -110,20 +110,20 @@ def verify(path: _Path, as_json: _Json = False) -> None:
             "num_bytes": num_bytes,
             "duration_s": duration_s,
             "bytes_per_s": rate,
-            "checkpoints": [_verified_facts(verified) for verified in found],
+            "checkpoints": [_verified_facts(verified) for verified in results],
             "removed_meanwhile": [str(gone) for gone in removed],
             "errors": errors,
         }
         print_json(facts)
     else:
-        for verified in found:
+        for verified in results:
             show_verified(console, verified)
         for gone in removed:
             _say(f"note: {gone.name} was removed meanwhile")
-        what = "1 checkpoint" if len(found) == 1 else f"{len(found)} checkpoints"
+        what = "1 checkpoint" if len(results) == 1 else f"{len(results)} checkpoints"
         state = f"{num_damaged} damaged" if num_damaged else "every byte as it was saved"
         read = f"{format_bytes(num_bytes)} in {duration_s:.2f} s, {format_bytes(rate)}/s"
-        _say(f"{what}, {read}: {state}" if found else "no checkpoint to verify")
+        _say(f"{what}, {read}: {state}" if results else "no checkpoint to verify")
     if errors:
         raise CheckpointError("; ".join(errors))
     if not is_ok:
@@ -131,7 +131,7 @@ def verify(path: _Path, as_json: _Json = False) -> None:
 
 
 def _verified_facts(verified: Verified) -> dict[str, object]:
-    findings = [{**asdict(each), "tensor": each.tensor or None} for each in verified.findings]
+    findings = [{**asdict(item), "tensor": item.tensor or None} for item in verified.findings]
     facts = {**asdict(verified), "findings": findings, "path": str(verified.path)}
     return facts | {"ok": verified.ok}
 
@@ -219,8 +219,8 @@ def import_(
     from shardwise.convert.detect import FORMATS, open_any
     from shardwise.convert.importing import import_source, without_prefix
 
-    found, opened = open_any(source, tag, None if from_ == "auto" else from_)
-    _say(f"reading {source} as {FORMATS[found]}")
+    form, opened = open_any(source, tag, None if from_ == "auto" else from_)
+    _say(f"reading {source} as {FORMATS[form]}")
     if strip_prefix is not None:
         opened = without_prefix(opened, strip_prefix)
     total = sum(t.num_bytes for t in opened.tensors)

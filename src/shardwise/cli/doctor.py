@@ -53,11 +53,11 @@ def doctor(context: typer.Context, run: Path | None, flags: dict[str, object]) -
     Exit codes: 0 nothing was found; 1 something was; 2 the run has died or hangs, there is no such
     run, or too little of it to judge; with --preflight, the run would fail.
     """
-    asked = check_keys(DoctorFlags, {}, flags, None, "doctor")
-    if asked.preflight:
-        from shardwise.cli.preflight import look_ahead
+    request = check_keys(DoctorFlags, {}, flags, None, "doctor")
+    if request.preflight:
+        from shardwise.cli.preflight import run_preflight
 
-        return look_ahead(context, run, asked)
+        return run_preflight(context, run, request)
     for stray in ("folder", "ranks", "axes"):
         if stray in flags:
             raise ConfigError(f"flag --{stray}: it is of a preflight; add --preflight")
@@ -65,9 +65,11 @@ def doctor(context: typer.Context, run: Path | None, flags: dict[str, object]) -
         raise ConfigError(f"{run or 'run'}: there is no such folder; name an observed run's output")
     record = read_run(run, newest=_NEWEST)
     diagnosis = diagnose(record)
-    # Rules that look at steps must judge: what stands in the facts says little.
-    is_judged = not any("lines of steps" in each.missing for each in diagnosis.abstentions)
-    if asked.json_:
+    # A diagnosis needs the rules on steps: the facts of a run alone say little.
+    is_judged = not any(
+        "lines of steps" in abstention.missing for abstention in diagnosis.abstentions
+    )
+    if request.json_:
         print_json({"kind": "diagnosis", "run": str(run)} | diagnosis.to_json())
     else:
         _show(record, diagnosis, is_judged)
@@ -91,8 +93,8 @@ def _show(run: RunRecord, diagnosis: Diagnosis, is_judged: bool) -> None:
         none = ("nothing found", "green") if is_judged else ("cannot be judged yet", "yellow")
         console.print(Text(*none))
     by_reason: dict[str, list[str]] = {}
-    for each in diagnosis.abstentions:
-        by_reason.setdefault(each.missing, []).append(each.code)
+    for abstention in diagnosis.abstentions:
+        by_reason.setdefault(abstention.missing, []).append(abstention.code)
     for missing, codes in by_reason.items():
         console.print(Text(f"not enough evidence for {', '.join(codes)}: {missing}", "dim"))
 

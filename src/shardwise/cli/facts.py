@@ -28,7 +28,7 @@ KINDS = {
 
 
 def kind_of(files: Files, path: Path) -> Literal["checkpoint", "run"]:
-    """Tell a checkpoint from a folder of checkpoints. **Raises** ConfigError for other paths."""
+    """Return the kind of a path. **Raises** ConfigError if it is neither."""
     try:
         names = [entry.name for entry in files.list(path)]
     except OSError as error:
@@ -51,7 +51,7 @@ def checkpoints_at(files: Files, path: Path) -> list[Path]:
 
 
 def is_gone(files: Files, path: Path) -> bool:
-    """Tell whether a checkpoint was removed, as a running run removes old ones."""
+    """True if a checkpoint was removed, as a running run removes old ones."""
     try:
         files.list(path)
     except FileNotFoundError:
@@ -63,7 +63,7 @@ def is_gone(files: Files, path: Path) -> bool:
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint as the quick check finds it, as JSON has it; without damage, that is None.
+    """The result of the quick check of a checkpoint, as in JSON; ``damage`` is None without damage.
 
     If the manifest cannot be read, its values are None.
     """
@@ -94,13 +94,22 @@ def look_at(files: Files, path: Path) -> tuple[Saved, Manifest | None]:
         num_bytes += sizes[MANIFEST]
     except (CheckpointError, OSError, KeyError) as error:
         return Saved(str(path), damage or explain(error)), None
-    sides = manifest.num_ranks, manifest.num_shards, manifest.num_replicas
-    meshes, when = len(manifest.meshes) or 1, manifest.saved_at
-    return Saved(str(path), damage, when, manifest.stage, *sides, meshes, num_bytes), manifest
+    saved = Saved(
+        str(path),
+        damage,
+        saved_at=manifest.saved_at,
+        stage=manifest.stage,
+        num_ranks=manifest.num_ranks,
+        num_shards=manifest.num_shards,
+        num_replicas=manifest.num_replicas,
+        num_meshes=len(manifest.meshes) or 1,
+        num_bytes=num_bytes,
+    )
+    return saved, manifest
 
 
 @dataclass(frozen=True)
-class RunFacts:
+class CheckpointsFacts:
     """All checkpoints of a run by step, the newest first, as JSON has them.
 
     ``removed_meanwhile`` are the steps of those that were removed during the look, ``lock_holder``
@@ -123,9 +132,9 @@ class StepFacts(Saved):
     is_newest: bool = False
 
 
-def run_facts(files: Files, folder: Path) -> RunFacts:
+def run_facts(files: Files, folder: Path) -> CheckpointsFacts:
     """Describe a run."""
-    found: list[StepFacts] = []
+    checkpoints: list[StepFacts] = []
     removed: list[int] = []
     for step in steps_in(files, folder):
         path = folder / step_name(step)
@@ -133,18 +142,18 @@ def run_facts(files: Files, folder: Path) -> RunFacts:
         if saved.damage and is_gone(files, path):
             removed.append(step)
         else:
-            is_newest = not saved.damage and not any(each.is_newest for each in found)
-            found.append(StepFacts(**vars(saved), step=step, is_newest=is_newest))
+            is_newest = not saved.damage and not any(earlier.is_newest for earlier in checkpoints)
+            checkpoints.append(StepFacts(**vars(saved), step=step, is_newest=is_newest))
     try:
         holder = lock_holder(files, folder)
     except OSError as error:
         holder = f"unknown: {explain(error)}"
     leftovers = [e.name for e in leftovers_in(files, folder) if not _is_held(files, folder, e)]
-    return RunFacts("run", str(folder), found, removed, leftovers, holder)
+    return CheckpointsFacts("run", str(folder), checkpoints, removed, leftovers, holder)
 
 
 def _is_held(files: Files, folder: Path, entry: Entry) -> bool:
-    """Tell whether a plain save writes there now; False if that is not known."""
+    """True if a plain save writes there now; False if that is not known."""
     try:
         return is_held(files, folder / entry.name)
     except (OSError, CheckpointError):
@@ -176,12 +185,16 @@ class CheckpointFacts:
     groups: list[dict[str, object]] = field(default_factory=list)
 
     def sizes(self) -> dict[str, tuple[int, int, int]]:
-        """Return how many tensors, elements and bytes there are of each of `KINDS`."""
-        found = {}
+        """Return the numbers of tensors, elements and bytes of each of `KINDS`."""
+        sizes = {}
         for kind in KINDS:
-            of = [each for each in self.tensors if each.kind == kind]
-            found[kind] = len(of), sum(t.numel for t in of), sum(t.num_bytes for t in of)
-        return found
+            tensors = [tensor for tensor in self.tensors if tensor.kind == kind]
+            sizes[kind] = (
+                len(tensors),
+                sum(tensor.numel for tensor in tensors),
+                sum(tensor.num_bytes for tensor in tensors),
+            )
+        return sizes
 
     def to_json(self, lists_tensors: bool) -> dict[str, object]:
         """Return the facts as values of JSON."""
@@ -194,7 +207,7 @@ class CheckpointFacts:
         row = self.manifest.optimizer
         facts["optimizer"] = row and {"class_name": row.class_name, "groups": self.groups}
         if lists_tensors:
-            facts["tensors"] = [asdict(each) for each in self.tensors]
+            facts["tensors"] = [asdict(tensor) for tensor in self.tensors]
         return facts
 
 
@@ -213,7 +226,7 @@ def checkpoint_facts(files: Files, path: Path) -> CheckpointFacts:
             num_parts = sum(manifest.built_layouts[layout].num_ranks for layout in layouts)
         tensors.append(_tensor_facts(rows[0], kind, num_parts))
     try:
-        tensors += _own_tensors(files, path, manifest)
+        tensors += _local_tensors(files, path, manifest)
     except (CheckpointError, OSError, IndexError) as error:
         saved = replace(saved, damage=saved.damage or explain(error))
     groups = _plain(manifest.optimizer.groups) if manifest.optimizer else []
@@ -225,24 +238,33 @@ def checkpoint_facts(files: Files, path: Path) -> CheckpointFacts:
 
 
 def _tensor_facts(row: TensorRow, layout: str, num_parts: int) -> TensorFacts:
-    """Return the facts of the tensor that a row is of."""
+    """Return the facts of a row's tensor."""
     info = row.info
-    sizes = info.shape, info.numel, info.num_bytes
-    return TensorFacts(row.name, row.state, row.kind, row.dtype, *sizes, layout, num_parts)
+    return TensorFacts(
+        row.name,
+        row.state,
+        row.kind,
+        row.dtype,
+        shape=info.shape,
+        numel=info.numel,
+        num_bytes=info.num_bytes,
+        layout=layout,
+        num_parts=num_parts,
+    )
 
 
-def _own_tensors(files: Files, path: Path, manifest: Manifest) -> list[TensorFacts]:
-    """Return the ranks' own tensors; those of one name count together."""
-    found: dict[object, TensorFacts] = {}
+def _local_tensors(files: Files, path: Path, manifest: Manifest) -> list[TensorFacts]:
+    """Return the tensors that ranks do not share; those of one name count together."""
+    by_key: dict[object, TensorFacts] = {}
     for rank in range(len(manifest.ranks)):
         for row in Checkpoint(files, path, manifest).index_of(rank).own:
-            one, before = _tensor_facts(row, "own", 1), found.get(row.info.key)
+            one, before = _tensor_facts(row, "own", 1), by_key.get(row.info.key)
             if before is not None:
                 numel, num_bytes = before.numel + one.numel, before.num_bytes + one.num_bytes
                 num_parts = before.num_parts + 1
                 one = replace(before, numel=numel, num_bytes=num_bytes, num_parts=num_parts)
-            found[row.info.key] = one
-    return [*found.values()]
+            by_key[row.info.key] = one
+    return list(by_key.values())
 
 
 def _plain(value: object) -> object:

@@ -19,7 +19,7 @@ from shardwise.train.launch import INTERRUPTED
 
 _BAD_CONFIG, _FAILED = 2, 1
 _HELP_WIDTH = 100  # columns of the help at most
-_MAX_METAVAR = 40  # columns; longer lists of choices stand in the description
+_MAX_METAVAR = 40  # columns; longer lists of choices are in the description
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 
 KeysCommand = Callable[[typer.Context, Any, dict[str, Any]], int]
@@ -83,7 +83,7 @@ def check_target(name: str, path: Path | None) -> None:
 
 
 def write_file(name: str, path: Path, text: str) -> None:
-    """Write what a flag asked for. **Raises** ConfigError where the system refuses."""
+    """Write a flag's file. **Raises** ConfigError if the system refuses."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -121,7 +121,7 @@ class Command(TyperCommand):
         raise typer.Exit(code or 0)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write a section for each panel, in the order in which the flags stand."""
+        """Write a section for each panel, in the order of the flags."""
         panels: dict[str, list[tuple[str, str]]] = {}
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx)
@@ -180,7 +180,7 @@ def _flag_type(annotation: Any) -> tuple[Any, str | None]:
         return str, "NAME,..." if origin is tuple else "{NAME: VALUE, ...}"
     if origin is Literal:
         return type(inner[0]), "|".join(map(str, inner))
-    kinds = [_flag_type(each) for each in inner if each is not type(None)]
+    kinds = [_flag_type(kind) for kind in inner if kind is not type(None)]
     if len(kinds) == 1:
         return kinds[0]
     if kinds:

@@ -41,9 +41,9 @@ class _Commands(TyperGroup):
             return None
         from shardwise.cli.flags import command_of
 
-        found = getattr(import_module(f"shardwise.cli.{cmd_name}"), cmd_name)
-        is_group = isinstance(found, typer.Typer)
-        return typer.main.get_command(found) if is_group else command_of(found)
+        command = getattr(import_module(f"shardwise.cli.{cmd_name}"), cmd_name)
+        is_group = isinstance(command, typer.Typer)
+        return typer.main.get_command(command) if is_group else command_of(command)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the names of all commands with their help."""
@@ -62,8 +62,8 @@ app = typer.Typer(
 )
 
 
-def _show_version(is_asked: bool) -> None:
-    if is_asked:
+def _show_version(is_given: bool) -> None:
+    if is_given:
         from platform import python_version
 
         from shardwise import __version__

@@ -54,7 +54,7 @@ def _account(model: str | None, request: PlanRequest) -> int:
 
     if model is not None:
         raise ConfigError(f"params: leave it out beside a model, got {request.params} and {model}")
-    found = account(
+    accounting = account(
         params=request.params or 0,
         ranks=request.ranks or 8,
         stage=request.stage,
@@ -64,9 +64,9 @@ def _account(model: str | None, request: PlanRequest) -> int:
         accumulation=request.accumulation or 1,
         reduce_every=request.reduce_every,
     )
-    view = partial(accounting_view, found)
-    assumed = _assumed_ranks(found.ranks) if request.ranks is None else None
-    _print_assumed(partial(accounting_facts, found), view, request.json_, assumed)
+    view = partial(accounting_view, accounting)
+    assumed = _assumed_ranks(accounting.ranks) if request.ranks is None else None
+    _print_assumed(partial(accounting_facts, accounting), view, request.json_, assumed)
     return 0
 
 
@@ -87,10 +87,10 @@ def _print_assumed(
     from rich.text import Text
 
     def facts_with() -> Mapping[str, object]:
-        found = facts()
-        others = found.get("assumptions", ())
+        result = facts()
+        others = result.get("assumptions", ())
         assert isinstance(others, list | tuple)
-        return {**found, "assumptions": [assumed, *others]}
+        return {**result, "assumptions": [assumed, *others]}
 
     def view_with() -> RenderableType:
         return Group(Text(assumed or ""), view())
@@ -129,13 +129,13 @@ def accounting_view(chosen: Accounting) -> RenderableType:
         )
         for number in range(len(stages))
     ]
-    decimal = ", ".join(format_gb(each.device_bytes) for each in stages)
+    decimal = ", ".join(format_gb(row.device_bytes) for row in stages)
     title = f"{chosen.params:,} parameters, {ranks}, {chosen.precision}, {chosen.optimizer}"
     lines = (
         f"  device in GB, as papers count, by stage: {decimal}",
         "  per rank at the end of backward; resting: between steps; sent: in one step",
         "  left out:",
-        *(f"  - {each}" for each in chosen.left_out),
+        *(f"  - {sentence}" for sentence in chosen.left_out),
     )
     table = make_table(("stage", *(f">{name}" for name in shown)), rows)
     return Group(Text(title, "bold"), table, Text("\n".join(lines)))
@@ -154,10 +154,10 @@ def _plan_model(name: str | None, request: PlanRequest) -> int:
     setup = set_up(name, request)
     model, cluster, prices_of = setup.model, setup.cluster, setup.prices_of
     if request.write is not None:
-        asked = setup.candidate
-        if request.search and "accumulation" not in setup.given:  # the search finds enough
-            asked = replace(asked, accumulation=asked.pp)
-        check_writable(model.name, asked, setup.config)
+        candidate = setup.candidate
+        if request.search and "accumulation" not in setup.given:  # the search fills the pipeline
+            candidate = replace(candidate, accumulation=candidate.pp)
+        check_writable(model.name, candidate, setup.config)
     if request.search:
         limits, notes = limits_of(setup), setup.notes
         if limits.tokens_per_step is not None and setup.tokens_per_step is None:
@@ -166,14 +166,17 @@ def _plan_model(name: str | None, request: PlanRequest) -> int:
         with step_bar("plans") as progress:
             result = search(model, cluster, space_of(setup), limits, prices_of, progress)
         result = replace(result, notes=notes)
-        winner, fits = result.winner, result.winner is not None
-        facts, view = partial(search_facts, result), partial(search_view, result)
+        winner = result.winner
+        fits = winner is not None
+        facts = partial(search_facts, result)
+        view = partial(search_view, result)
     else:
-        made = make_plan(model, cluster, setup.candidate, prices=prices_of(setup.candidate))
-        notes = (*made.notes, *padding_notes(made), *setup.notes, *assumed_notes(setup))
-        made = replace(made, notes=notes)
-        winner, fits = made, made.verdict != "will not fit"
-        facts, view = partial(plan_facts, made), partial(plan_view, made)
+        winner = make_plan(model, cluster, setup.candidate, prices=prices_of(setup.candidate))
+        notes = (*winner.notes, *padding_notes(winner), *setup.notes, *assumed_notes(setup))
+        winner = replace(winner, notes=notes)
+        fits = winner.verdict != "will not fit"
+        facts = partial(plan_facts, winner)
+        view = partial(plan_view, winner)
     if request.write is not None and winner is not None and setup.config is not None:
         write_file("write", request.write, planned_yaml(winner, setup.config))
     assumes = setup.request.ranks is None and not setup.request.calibration

@@ -1,4 +1,4 @@
-"""From the keys of a request to a model, a cluster and a candidate, and what a search varies."""
+"""The setup of a plan: model, cluster and candidate from a request, and the space of a search."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ _MANY_RANKS = 512  # beyond which pipelines with contexts are tried too
 
 
 @dataclass(frozen=True)
-class Setup:
-    """Everything that a plan, a search or a simulation starts from.
+class PlanSetup:
+    """The inputs of a plan, a search or a simulation.
 
-    ``request`` has the keys of files too. ``tokens_per_step`` is what decides accumulation, if
-    anything does. ``config`` is that of `shardwise train`, where the model is its decoder.
+    ``request`` has the keys of files too. ``tokens_per_step`` decides accumulation, if it is set.
+    ``config`` is that of `shardwise train`, if the model is its decoder.
     """
 
     model: Model
@@ -70,15 +70,15 @@ class Setup:
 
     @property
     def is_written(self) -> bool:
-        """Tell whether the plan becomes a file of `shardwise train`."""
+        """True if the plan is written as a file of `shardwise train`."""
         return isinstance(self.request, PlanRequest) and self.request.write is not None
 
 
-def set_up(name: str | None, request: ModelRequest) -> Setup:
+def set_up(name: str | None, request: ModelRequest) -> PlanSetup:
     """Resolve a request into a model, a cluster, a candidate and prices.
 
-    If the plan is to be written, it is of the decoder of `shardwise train`, also where a preset has
-    its shape.
+    A plan that is written is one of the decoder of `shardwise train`, also for a preset of its
+    shape.
 
     **Raises** ConfigError naming the flag, file or key.
     """
@@ -87,23 +87,24 @@ def set_up(name: str | None, request: ModelRequest) -> Setup:
             "MODEL: name a preset, a config.json, file.py:factory or a YAML of `shardwise train`; "
             "`shardwise plan --list` has the presets, `shardwise plan --params 7e9` needs no model"
         )
-    flags, found = request.model_fields_set, dict[str, object]()
+    flags = request.model_fields_set
+    file_keys: dict[str, object] = {}
     notes: tuple[str, ...] = ()
     for read, path in ((read_deepspeed, request.deepspeed), (read_accelerate, request.accelerate)):
         if path is not None:
-            found, report = read(path)
+            file_keys, report = read(path)
             ignored = (report.ignored | report.auto).items()
             notes = tuple(f"{path}: {key} not used: {why}" for key, why in ignored)
     config = load_config(Path(name), {}) if name.endswith((".yaml", ".yml")) else None
     if config is None:
-        request = request.over(found, found.keys())
+        request = request.over(file_keys, file_keys.keys())
     else:
-        decided = config.model_fields_set | found.keys()
-        request = request.over(planned_keys(config) | found, decided)
+        decided = config.model_fields_set | file_keys.keys()
+        request = request.over(planned_keys(config) | file_keys, decided)
     calibration = read_calibration(request.calibration) if request.calibration else None
     cluster = _cluster(request, request.ranks, calibration)
     candidate = _candidate(request, cluster)
-    source = None if config is not None else _find(name, candidate)
+    source = None if config is not None else _find_source(name, candidate)
     is_written = isinstance(request, PlanRequest) and request.write is not None
     has_layout = "layout" in request.given or (config is not None and not is_written)
     if is_written and source is not None and source.shape is not None:
@@ -111,17 +112,17 @@ def set_up(name: str | None, request: ModelRequest) -> Setup:
     model = _model(name, source, config, request.seq, candidate)
     varies = isinstance(request, PlanRequest) and request.search
     if not (varies or has_layout):
-        candidate, why = _with_layout(candidate, model)
-        notes += why
+        candidate, layout_notes = _with_layout(candidate, model)
+        notes += layout_notes
     fills = not varies or "micro_batch" in request.given
     candidate, tokens = _with_batch(candidate, request, flags, model.seq, fills=fills)
     config = config.model_copy(update={"seq": model.seq}) if config is not None else None
     prices_of = _prices(cluster, calibration)
-    return Setup(model, cluster, candidate, prices_of, request, tokens, notes, config)
+    return PlanSetup(model, cluster, candidate, prices_of, request, tokens, notes, config)
 
 
-def at_ranks(setup: Setup, ranks: int) -> Setup:
-    """Return the same setup on a cluster of another size: more shards, all else as it is.
+def at_ranks(setup: PlanSetup, ranks: int) -> PlanSetup:
+    """Return the setup on a cluster of another size, with another number of shards.
 
     **Raises** ConfigError where the ranks do not divide, or the setup is of a calibration.
     """
@@ -150,22 +151,22 @@ def _cluster(request: ModelRequest, ranks: int | None, calibration: Calibration 
                 f"ranks at once, {ranks} are asked for; measure again with "
                 f"`shardwise bench --calibrate --ranks {ranks}`"
             )
-        made = cluster_of(calibration)
+        cluster = cluster_of(calibration)
     else:
         per_node = request.gpus_per_node
         ranks = ranks if ranks is not None else per_node or 8
         try:
-            made = make_cluster(request.gpu, ranks, per_node, request.link, request.network)
+            cluster = make_cluster(request.gpu, ranks, per_node, request.link, request.network)
         except ConfigError as error:
             message = str(error).replace("num_gpus", flag_of("ranks"))
             raise ConfigError(message.replace("gpus_per_node", flag_of("gpus_per_node"))) from None
-    host = made.node.host
+    host = cluster.node.host
     host = replace(
         host,
         memory_bytes=request.host_memory or host.memory_bytes,
         nvme_bytes=request.disk_space or host.nvme_bytes,
     )
-    return replace(made, node=replace(made.node, host=host))
+    return replace(cluster, node=replace(cluster.node, host=host))
 
 
 def _candidate(request: ModelRequest, cluster: Cluster) -> Candidate:
@@ -174,8 +175,12 @@ def _candidate(request: ModelRequest, cluster: Cluster) -> Candidate:
     # Gloo sends point to point, as the engine does there.
     is_gpu = cluster.node.accelerator.asynchronous
     transport = "coalesced" if is_gpu else "point_to_point"
-    own = {"offload": offload_of(request.offload), "transport": transport}
-    candidate = Candidate(**settings | own | {"copies": _copies(cluster)})
+    settings |= {
+        "offload": offload_of(request.offload),
+        "transport": transport,
+        "copies": _copies(cluster),
+    }
+    candidate = Candidate(**settings)
     moves_inputs = candidate.offload.activations != "device"
     if moves_inputs and candidate.activation_checkpointing != "full":
         raise ConfigError(
@@ -187,12 +192,12 @@ def _candidate(request: ModelRequest, cluster: Cluster) -> Candidate:
 
 
 def _copies(cluster: Cluster) -> int:
-    """Return how many further hosts keep a rank's state in memory, as `Checkpoints` has it."""
+    """Return the number of further hosts that keep a rank's state in memory (`Checkpoints`)."""
     return min(1, cluster.num_nodes - 1)
 
 
-def _find(name: str, candidate: Candidate) -> Preset | ModelSource:
-    """Return what a name stands for; a preset needs no torch, unless its units are named."""
+def _find_source(name: str, candidate: Candidate) -> Preset | ModelSource:
+    """Return the source of a name; a preset needs no torch, unless its units are given."""
     is_path = "/" in name or ":" in name or name.endswith((".json", ".py")) or not name.strip()
     if not is_path and not Path(name).is_dir() and candidate.units is None:
         return find_preset(name)
@@ -206,10 +211,10 @@ def _model(
     seq: int | None,
     candidate: Candidate,
 ) -> Model:
-    """Return the model by the formulas of its shape, if it has one, else the traced one.
+    """Return the model by the formulas of its shape, if it has one, otherwise the traced one.
 
-    A trace shows units of any classes, modules without formulas, and dropout. It shows no degrees,
-    and only blocks that are checkpointed whole or not at all.
+    Tracing works for units of any classes, modules without formulas, and dropout. It has no
+    degrees, and blocks are checkpointed whole or not at all.
     """
     has_units = candidate.units is not None
     is_split = candidate.world_size != candidate.data_parallel or candidate.ep > 1
@@ -217,7 +222,7 @@ def _model(
     is_eager = (candidate.kernels, candidate.loss) == ("eager", "eager")
     needs_shape = is_split or not is_plain or not is_eager
     if source is None:
-        assert config is not None  # there is a file's config, or what a name stands for
+        assert config is not None  # without a source there is the config of a file
         vocab = config.vocab or load_tokenizer(config.tokenizer).vocab
         if needs_shape or config.experts or not (has_units or config.dropout):
             return ShapedModel(Path(name).name, config.shape(vocab), seq or config.seq)
@@ -226,7 +231,7 @@ def _model(
     if shape is not None and (not has_units or shape.experts is not None):
         if isinstance(source, Preset):
             return ShapedModel(source.name, shape, seq or source.seq)
-        eager = source.eager if config is None else "decoder"  # `shardwise train` runs its own
+        eager = source.eager if config is None else "decoder"  # that of `shardwise train`
         return ShapedModel(source.name, shape, source.window(seq), eager=eager, notes=source.notes)
     if needs_shape:
         flags = "those flags" if shape is None else "--units"
@@ -253,27 +258,27 @@ def _decoder_source(name: str, config: TrainConfig, vocab: int) -> ModelSource:
 
 
 def _with_layout(candidate: Candidate, model: Model) -> tuple[Candidate, tuple[str, ...]]:
-    """Return the candidate with the layout that a user who named none should take, and why."""
+    """Return the candidate with the best layout if the user named none, and a note about it."""
     if candidate.optimizer == "muon":  # it reads whole matrices
         return replace(candidate, layout="matrices"), ()
     flat, tape = replace(candidate, layout="flat"), model.tape(candidate)
     rows_bytes, flat_bytes = (
-        sum(bytes_between_steps(tape, each.with_context_shards).bytes_by_place.values())
-        for each in (candidate, flat)
+        sum(bytes_between_steps(tape, choice.with_context_shards).bytes_by_place.values())
+        for choice in (candidate, flat)
     )
     saved = rows_bytes - flat_bytes
     if saved <= _PADDING_TO_MENTION * flat_bytes:
         return candidate, ()
     return flat, (
-        f"layout flat is chosen: rows would rest in {format_bytes(saved)} more a rank, which is "
+        f"layout flat is chosen: rows would take {format_bytes(saved)} more a rank, which is "
         'padding; pass layout="flat" to shard() too, or plan rows by --layout rows',
     )
 
 
-def assumed_notes(setup: Setup) -> tuple[str, ...]:
+def assumed_notes(setup: PlanSetup) -> tuple[str, ...]:
     """Name the settings of a model's kernels that the user has not decided.
 
-    `shardwise train` runs its decoder in one way, and a module that is traced says how it runs.
+    There are none for `shardwise train`, which has one implementation, and for traced modules.
     """
     names = ("kernels", "loss", "optimizer_kernel")
     assumed = [
@@ -286,10 +291,10 @@ def assumed_notes(setup: Setup) -> tuple[str, ...]:
     return (f"assumed: {', '.join(assumed)}; other kernels take other memory and time",)
 
 
-def padding_notes(made: Plan) -> tuple[str, ...]:
-    """Tell of padding that is worth another layout."""
-    padding, shards = made.played.padding_bytes, made.played.device.param_shards
-    candidate = made.candidate
+def padding_notes(plan: Plan) -> tuple[str, ...]:
+    """Return a note about padding if another layout would save much of it."""
+    padding, shards = plan.played.padding_bytes, plan.played.device.param_shards
+    candidate = plan.candidate
     if candidate.layout != "rows" or padding <= _PADDING_TO_MENTION * shards:
         return ()
     parts = str(candidate.num_shards * candidate.cp)
@@ -345,8 +350,8 @@ def _prices(cluster: Cluster, calibration: Calibration | None) -> Callable[[Cand
     return lambda candidate: CalibratedPrices(calibration, candidate)
 
 
-def space_of(setup: Setup) -> Space:
-    """Return what a search varies: every setting that the user did not decide.
+def space_of(setup: PlanSetup) -> Space:
+    """Return the space of a search, which varies every setting that the user did not decide.
 
     A plan that is written has no offloading, and no degrees that `shardwise train` refuses.
 
@@ -357,14 +362,14 @@ def space_of(setup: Setup) -> Space:
     is_wide = isinstance(model, ShapedModel) and setup.config is None
     varies_all = is_wide and not setup.is_written
 
-    def tried(name: str, own: _T, *others: _T) -> tuple[_T, ...]:
-        """Return the user's value of a setting, or those that are tried."""
-        return (own,) if name in given or not others else others
+    def values_of(name: str, base: _T, *tried: _T) -> tuple[_T, ...]:
+        """Return the user's value of a setting, or the values to try."""
+        return (base,) if name in given or not tried else tried
 
     degrees = _degrees(setup) if is_wide else (base.degrees,)
     if setup.is_written and setup.config is not None:
         degrees = trainable_degrees(base, degrees, setup.config, "accumulation" in given)
-    # Muon steps on whole matrices; finer units are the parts of a block, where the decoder is ours.
+    # Muon steps on whole matrices. Finer units are parts of a block of the built-in decoder.
     layouts: tuple[LayoutName, ...]
     layouts = ("matrices",) if base.optimizer == "muon" else ("rows", "flat")
     units: tuple[tuple[str, ...] | None, ...] = (None,)
@@ -375,14 +380,14 @@ def space_of(setup: Setup) -> Space:
     spreads = [n for n in (1 << i for i in range(10)) if n <= most and not num_experts % n]
     return Space(
         base,
-        stages=tried("stage", base.stage, 0, 1, 2, 3),
-        layouts=tried("layout", base.layout, *layouts),
-        units=tried("units", base.units, *units),
+        stages=values_of("stage", base.stage, 0, 1, 2, 3),
+        layouts=values_of("layout", base.layout, *layouts),
+        units=values_of("units", base.units, *units),
         num_shards=(base.num_shards,) if {"dp_replicate", "dp_shard"} & given else (),
         prefetch_units=(None,) if "prefetch_bytes" in given else (1, 0, 2),
-        bucket_bytes=tried("bucket_bytes", base.bucket_bytes, 1 << 20, 25 << 20),
+        bucket_bytes=values_of("bucket_bytes", base.bucket_bytes, 1 << 20, 25 << 20),
         reduce_every=(base.reduce_every,),
-        activation_checkpointing=tried(
+        activation_checkpointing=values_of(
             "activation_checkpointing",
             base.activation_checkpointing,
             *(("none", "per_op", "full") if varies_all else ("none", "full")),
@@ -390,7 +395,7 @@ def space_of(setup: Setup) -> Space:
         micro_batches=(base.micro_batch,) if "micro_batch" in given else (),
         offloads=(base.offload,) if setup.is_written else _offloads(setup),
         degrees=degrees,
-        expert_degrees=tried("ep", base.ep, *(spreads if varies_all else ())),
+        expert_degrees=values_of("ep", base.ep, *(spreads if varies_all else ())),
         kernels=_kernels(setup) if varies_all else (None,),
         narrows=is_wide,
         fills_pipelines=setup.is_written or (is_wide and "accumulation" not in given),
@@ -398,11 +403,11 @@ def space_of(setup: Setup) -> Space:
     )
 
 
-def _degrees(setup: Setup) -> tuple[tuple[int, int, int], ...]:
-    """Return the tensor, pipeline and context degrees that are worth asking about.
+def _degrees(setup: PlanSetup) -> tuple[tuple[int, int, int], ...]:
+    """Return the tensor, pipeline and context degrees that a search tries.
 
-    Powers of two; tensor groups within a node, and pipelines with contexts on the largest clusters
-    alone.
+    They are powers of two. Tensor groups are within a node; pipelines with contexts are tried on
+    the largest clusters only.
     """
     base, given, ranks = setup.candidate, setup.given, setup.cluster.num_ranks
     most = {"tp": setup.cluster.node.num_accelerators, "pp": 16, "cp": 8}
@@ -413,14 +418,14 @@ def _degrees(setup: Setup) -> tuple[tuple[int, int, int], ...]:
         for name, top in most.items()
     ]
     return tuple(
-        each
-        for each in product(*choices)
-        if not ranks % prod(each) and (min(each[1:]) == 1 or ranks > _MANY_RANKS)
+        degrees
+        for degrees in product(*choices)
+        if not ranks % prod(degrees) and (min(degrees[1:]) == 1 or ranks > _MANY_RANKS)
     )
 
 
-def _kernels(setup: Setup) -> tuple[tuple[Kernels, LossKind], ...]:
-    """Return kernels with losses: what the user has decided, else all that may be."""
+def _kernels(setup: PlanSetup) -> tuple[tuple[Kernels, LossKind], ...]:
+    """Return the pairs of kernels and losses to try: the user's, or all."""
     base, given = setup.candidate, setup.given
     losses: dict[Kernels, tuple[LossKind, ...]] = {
         "compiled": ("fused", "compiled"),
@@ -428,27 +433,27 @@ def _kernels(setup: Setup) -> tuple[tuple[Kernels, LossKind], ...]:
     }
     return tuple(
         (kernels, loss)
-        for kernels, theirs in losses.items()
-        for loss in ((base.loss,) if "loss" in given else theirs)
+        for kernels, possible in losses.items()
+        for loss in ((base.loss,) if "loss" in given else possible)
         if "kernels" not in given or kernels == base.kernels
     )
 
 
-def _offloads(setup: Setup) -> tuple[Offload, ...]:
-    """Return where state may rest; a device that is the host has nowhere else."""
+def _offloads(setup: PlanSetup) -> tuple[Offload, ...]:
+    """Return the offload settings to try; on a CPU there is no offload."""
     offload = setup.candidate.offload
-    # Where activations alone are given, state may rest anywhere.
+    # If the user gave activations only, all offloads of state are tried with them.
     is_given = "offload" in setup.given and (offload.moves_state or offload.activations == "device")
     if is_given or not setup.cluster.node.accelerator.asynchronous:
         return (offload,)
-    wholly = Offload(optimizer="cpu"), Offload("cpu", optimizer="cpu")
-    found = [Offload(), Offload(optimizer="cpu", fraction=0.5), *wholly]
-    found += [replace(each, step_on="device") for each in wholly]
-    return tuple(replace(each, activations=offload.activations) for each in found)
+    full = Offload(optimizer="cpu"), Offload("cpu", optimizer="cpu")
+    choices = [Offload(), Offload(optimizer="cpu", fraction=0.5), *full]
+    choices += [replace(choice, step_on="device") for choice in full]
+    return tuple(replace(choice, activations=offload.activations) for choice in choices)
 
 
-def limits_of(setup: Setup) -> Limits:
-    """Return what the plans of a search have to keep to."""
+def limits_of(setup: PlanSetup) -> Limits:
+    """Return the limits of a search's plans."""
     request = setup.request
     assert isinstance(request, PlanRequest)  # others have no search
     return Limits(
@@ -458,20 +463,20 @@ def limits_of(setup: Setup) -> Limits:
     )
 
 
-def _compared_tokens(setup: Setup) -> int | None:
-    """Return the tokens of a step at which plans are compared, where the user has named none.
+def _compared_tokens(setup: PlanSetup) -> int | None:
+    """Return the tokens of a step at which plans are compared, if the user has given none.
 
-    Some 100 thousand of each rank, whose windows many micro-batches divide, and no more than
-    ``_MOST_TOKENS`` of all. None where the user has decided accumulation, or there can be none.
+    They are some 100 thousand of each rank, in windows that many micro-batches divide, and at most
+    ``_MOST_TOKENS`` of all ranks. None if the user has decided accumulation.
     """
     base, given = setup.candidate, setup.given
     if "accumulation" in given:
         return None
-    each = setup.cluster.num_ranks * setup.model.seq
-    most = max(1, _MOST_TOKENS // each)
+    window_tokens = setup.cluster.num_ranks * setup.model.seq  # with one window on each rank
+    most = max(1, _MOST_TOKENS // window_tokens)
     windows = _WINDOWS * max(1, 2048 // setup.model.seq)
     if "micro_batch" in given:
         windows = base.micro_batch
     elif windows > most:
         windows = 1 << most.bit_length() - 1
-    return windows * each
+    return windows * window_tokens

@@ -47,7 +47,7 @@ def plan_view(plan: Plan) -> RenderableType:
 
 
 def search_view(result: SearchResult) -> RenderableType:
-    """Show the winner in short, the plans that nothing beats, and why most others lost."""
+    """Show the winner in short, the Pareto set, and the reasons why most other plans lost."""
     played = f"{result.num_candidates:,} candidates, {result.num_played:,} of them played in full"
     parts: list[RenderableType] = [Text(played), Text()]
     winner, notes = result.winner, result.notes
@@ -59,7 +59,8 @@ def search_view(result: SearchResult) -> RenderableType:
         parts += [_list_of([f"in full, with these in place of --search: {flags}"]), Text()]
         rows = [
             (
-                *(plan.candidate.label, format_count(round(plan.tokens_per_s))),
+                plan.candidate.label,
+                format_count(round(plan.tokens_per_s)),
                 format_bytes(plan.memory.high_bytes),
                 Text(plan.verdict, style=_VERDICT_STYLES[plan.verdict]),
             )
@@ -68,23 +69,22 @@ def search_view(result: SearchResult) -> RenderableType:
         columns = "nothing is both faster and smaller", ">tokens/s", ">memory, up to", ">verdict"
         parts += [make_table(columns, rows), _more(len(result.pareto) - _MOST_PLANS)]
         notes = (*winner.notes, *notes)
-    alike: dict[str, list[Rejected]] = {}  # by the beginning of their reason
+    by_reason: dict[str, list[Rejected]] = {}  # by the beginning of the reason
     for rejected in result.rejected:
         begins = " ".join(re.sub(r"[\d.,]+", "", rejected.reason).split()[:3])
-        alike.setdefault(begins, []).append(rejected)
-    most = sorted(alike.values(), key=len, reverse=True)
-    also = [f" (and {len(those) - 1:,} more)" if len(those) > 1 else "" for those in most]
-    lost = [
-        (those[0].candidate.label + more, those[0].reason)
-        for those, more in zip(most[:_MOST_REASONS], also, strict=False)
-    ]
-    more = _more(sum(map(len, most[_MOST_REASONS:])))
+        by_reason.setdefault(begins, []).append(rejected)
+    groups = sorted(by_reason.values(), key=len, reverse=True)
+    lost = []
+    for first, *others in groups[:_MOST_REASONS]:
+        more_like_it = f" (and {len(others):,} more)" if others else ""
+        lost.append((first.candidate.label + more_like_it, first.reason))
+    more = _more(sum(map(len, groups[_MOST_REASONS:])))
     return Group(*parts, make_table(("candidate", "why others lost"), lost), more, _list_of(notes))
 
 
 def flags_of(candidate: Candidate) -> list[str]:
     """Return the flags of `shardwise plan` that make a candidate, without defaults."""
-    found = []
+    flags = []
     for field in fields(candidate):
         value = getattr(candidate, field.name)
         if value == field.default or field.name not in PlanRequest.model_fields:
@@ -96,10 +96,10 @@ def flags_of(candidate: Candidate) -> list[str]:
         elif isinstance(value, tuple):
             value = ",".join(value)
         text = [] if value is True else [shlex.quote(str(value))]
-        found += [flag_of(field.name), *text]
+        flags += [flag_of(field.name), *text]
     if candidate.num_replicas > 1:
-        found += ["--dp-replicate", str(candidate.num_replicas)]
-    return found
+        flags += ["--dp-replicate", str(candidate.num_replicas)]
+    return flags
 
 
 def simulation_view(plan: Plan) -> RenderableType:
@@ -132,7 +132,7 @@ def scaling_view(rows: Sequence[Mapping[str, float]]) -> RenderableType:
 
 
 def goodput_view(goodput: Goodput, interval_s: float) -> RenderableType:
-    """Show what failures leave, and checkpoints that are made every ``interval_s``."""
+    """Show the goodput under failures, with checkpoints every ``interval_s``."""
     rows = [
         ("progress that is kept", f"{goodput.kept_fraction:.2%}"),
         ("time between checkpoints", format_duration(interval_s)),
@@ -200,7 +200,7 @@ def _speed(plan: Plan) -> Text:
 
 
 def _memory_table(plan: Plan) -> RenderableType:
-    """Show what the expected peak consists of, beside the device, and what each phase reaches.
+    """Show the parts of the expected peak, the device, and the peak of each phase.
 
     Bars follow each other. The end of a device of more than twice the memory is not drawn.
     """
@@ -220,13 +220,16 @@ def _memory_table(plan: Plan) -> RenderableType:
     ends = memory.low_bytes, memory.high_bytes
     rows.append(("all of it, low to high", memory.expected_bytes, draw("░", *ends)))
     rows.append(("the device", plan.capacity_bytes, draw("", 0, 0)))
-    for where, away, num, capacity in (
+    for place, off_device, num, capacity in (
         ("host", plan.played.host, room.host_bytes, room.host_capacity_bytes),
         ("files", plan.played.files, room.file_bytes, room.file_capacity_bytes),
     ):
-        rows += [(f"{where}: {k.replace('_', ' ')}", n, "") for k, n in away.lines().items()]
+        rows += [
+            (f"{place}: {line.replace('_', ' ')}", num_bytes, "")
+            for line, num_bytes in off_device.lines().items()
+        ]
         of = "of a size not known" if capacity is None else f"of {format_bytes(capacity)}"
-        rows.append((f"{where} of a node, {room.num_ranks} ranks", num, of))
+        rows.append((f"{place} of a node, {room.num_ranks} ranks", num, of))
     shown = [(name, unit.write(num), more) for name, num, more in rows if num]
     phase = f"in {peak.phase} of {plan.unit_name(peak.unit)}"
     others = ", ".join(

@@ -30,66 +30,66 @@ _CODES = {"ok": 0, "odd": 1, "failed": 2}
 _LOOKS = {"ok": "green", "odd": "yellow", "failed": "bold red"}
 
 
-def look_ahead(context: typer.Context, file: Path | None, asked: DoctorFlags) -> int:
+def run_preflight(context: typer.Context, file: Path | None, request: DoctorFlags) -> int:
     """Run the preflight as this rank, or launch local ranks for it; return the exit code."""
     place = read_place(os.environ)
     with report_errors_once(place):
         config = None if file is None else load_config(file, {})
-        degrees = read_axes(asked.axes) if asked.axes or config is None else config.axes
-        folder = asked.folder or (config.output if config is not None else None)
-        num_ranks = 1 if place is not None else asked.ranks or (config and config.ranks) or 1
+        degrees = read_axes(request.axes) if request.axes or config is None else config.axes
+        folder = request.folder or (config.output if config is not None else None)
+        num_ranks = 1 if place is not None else request.ranks or (config and config.ranks) or 1
         degrees.over(num_ranks if place is None else place.world_size)
         if num_ranks > 1:
             return launch_local_ranks(["doctor", *context.meta["arguments"]], num_ranks)
         from shardwise.preflight.meeting import Meeting, open_store
         from shardwise.preflight.run import Request, preflight
 
-        place, timeout_s = place or RankPlace(0, 1, 0, 1), asked.timeout
+        place, timeout_s = place or RankPlace(0, 1, 0, 1), request.timeout
         meeting = Meeting(open_store(os.environ, place, timeout_s), place, timeout_s)
-        request = Request(degrees, folder, timeout_s)
+        settings = Request(degrees, folder, timeout_s)
         with share_bar(place.rank == 0) as progress:
-            verdict, found = preflight(meeting, request, os.environ, progress)
-        if found is not None and asked.json_:
-            print_json(found.to_json())
-        elif found is not None:
-            _show(found)
+            verdict, result = preflight(meeting, settings, os.environ, progress)
+        if result is not None and request.json_:
+            print_json(result.to_json())
+        elif result is not None:
+            _show(result)
     return _CODES[verdict]
 
 
 def read_axes(text: str | None) -> Axes:
     """Read degrees such as ``tp=8,pp=2``. **Raises** ConfigError with the known names."""
     degrees = Axes()
-    for each in (text or "").split(",") if text else []:
-        found = re.fullmatch(r"\s*(\w+)=([0-9]{1,9})\s*", each)
+    for item in (text or "").split(",") if text else []:
+        match = re.fullmatch(r"\s*(\w+)=([0-9]{1,9})\s*", item)
         names = [field.name for field in fields(Axes) if field.name != "device_type"]
-        if found is None or found[1] not in names:
+        if match is None or match[1] not in names:
             raise ConfigError(
                 f"flag --axes: expected degrees such as tp=8,pp=2 of {', '.join(names)}, "
-                f"got {each!r}"
+                f"got {item!r}"
             )
-        degrees = replace(degrees, **{found[1]: int(found[2])})  # type: ignore[arg-type]
+        degrees = replace(degrees, **{match[1]: int(match[2])})  # type: ignore[arg-type]
     return degrees
 
 
-def _show(found: Preflight) -> None:
+def _show(result: Preflight) -> None:
     console = open_console()
     columns = "node", "ranks", "address", ">free", ">trip", ">clock", ">products", ">link"
-    console.print(make_table(columns, [_cells(node) for node in found.nodes]))
-    for check in found.checks:
+    console.print(make_table(columns, [_cells(node) for node in result.nodes]))
+    for check in result.checks:
         line = Text.assemble((f"{check.verdict:>6} ", _LOOKS[check.verdict]), f" {check.name}: ")
         console.print(line.append(printable(check.text)), soft_wrap=True)
-    if found.not_reached:
-        console.print(Text(f"not looked at after this: {', '.join(found.not_reached)}"))
-    nodes = "one node" if len(found.nodes) == 1 else f"{len(found.nodes)} nodes"
-    said = {
-        "ok": "nothing was found: the run can begin",
+    if result.not_reached:
+        console.print(Text(f"not looked at after this: {', '.join(result.not_reached)}"))
+    nodes = "one node" if len(result.nodes) == 1 else f"{len(result.nodes)} nodes"
+    summary = {
+        "ok": "nothing was result: the run can begin",
         "odd": "the run can begin; look at what is odd",
         "failed": "the run would fail",
-    }[found.verdict]
+    }[result.verdict]
     console.print(
         Text.assemble(
-            (f"{said}", _LOOKS[found.verdict]),
-            f" ({found.num_ranks} ranks on {nodes}, {found.seconds:.1f} s)",
+            (summary, _LOOKS[result.verdict]),
+            f" ({result.num_ranks} ranks on {nodes}, {result.seconds:.1f} s)",
         )
     )
 

@@ -51,19 +51,20 @@ def report(_: typer.Context, runs: Sequence[Path] | None, flags: dict[str, objec
     of the same settings is shown beside the measurements. For other loops give the arguments of
     `shardwise plan` with --planned; ranks, stage and degrees are the run's.
     """
-    asked = check_keys(ReportFlags, {}, flags, None, "report")
+    request = check_keys(ReportFlags, {}, flags, None, "report")
     if not runs:
         raise ConfigError("RUNS: name the output of an observed run, or of several")
-    page, trace = asked.output or folder_of(runs[0]).parent / "report.html", asked.trace
+    page = request.output or folder_of(runs[0]).parent / "report.html"
+    trace = request.trace
     if trace is not None and len(runs) > 1:
         raise ConfigError(f"flag --trace: one run at a time, got {len(runs)}")
-    records = [read_run(path, newest=asked.trace_steps if trace else 2) for path in runs]
+    records = [read_run(path, newest=request.trace_steps if trace else 2) for path in runs]
     check_target("output", page)
     check_target("trace", trace)
-    # Names that tell runs apart: their last parts, else their paths.
+    # Runs are named by the last parts of their paths, or by their paths if these are equal.
     names = [folder_of(path).resolve().parent.name for path in runs]
     names = names if len(set(names)) == len(names) else [str(path) for path in runs]
-    shown = [_shown(*each, asked) for each in zip(names, records, strict=True)]
+    shown = [_shown(name, record, request) for name, record in zip(names, records, strict=True)]
     _write("output", page, report_html(shown))
     if trace is not None:
         _write("trace", trace, json.dumps(recorded_trace(records[0])))
@@ -76,24 +77,24 @@ def _write(flag: str, path: Path, text: str) -> None:
     terminal.say(f"wrote {path}, {format_bytes(path.stat().st_size)}{opens}\n")
 
 
-def _shown(name: str, record: RunRecord, asked: ReportFlags) -> ShownRun:
+def _shown(name: str, record: RunRecord, request: ReportFlags) -> ShownRun:
     notes = [record.note] if record.note is not None else []
     run = ShownRun(name, record, diagnose(record), notes=notes)
     config = folder_of(record.path).parent / "config.yaml"  # `shardwise train` leaves it
-    if asked.planned is not None:
-        found = plan_of_loop(asked.planned, record)
-    elif not asked.plan or not config.exists():
+    if request.planned is not None:
+        plan, is_planned_device = plan_of_loop(request.planned, record)
+    elif not request.plan or not config.exists():
         return run
     else:
         try:
-            found = plan_of_run(config, record)
+            plan, is_planned_device = plan_of_run(config, record)
         except (ShardwiseError, OSError) as error:
             return replace(run, notes=[*notes, f"no plan beside it: {error}"])
-    return replace(run, plan=found[0], is_planned_device=found[1])
+    return replace(run, plan=plan, is_planned_device=is_planned_device)
 
 
 def plan_of_run(config: Path, record: RunRecord) -> tuple[Plan, bool]:
-    """Return the plan of what `shardwise train` ran; and whether its times are of the run's device.
+    """Return the plan of a run of `shardwise train`, and True if its times are of the run's device.
 
     They are not of a device that the catalogue lacks, nor of the CPU, for which it has a
     place-holder. **Raises** ConfigError for values that no plan can have.
@@ -117,26 +118,29 @@ def plan_of_loop(planned: str, record: RunRecord) -> tuple[Plan, bool]:
     degrees = {
         key: facts.degrees[axis] for axis, key in _KEYS_OF_AXES.items() if axis in facts.degrees
     }
-    found = _plan_of(model, _cluster_of(record) | {"stage": facts.stage} | degrees, flags)
-    theirs, ours = found[0].num_params, sum(unit.numel for unit in facts.units)
-    if max(degrees.get(key, 1) for key in ("tp", "pp", "ep")) == 1 and theirs != ours:
+    values = _cluster_of(record) | {"stage": facts.stage} | degrees
+    loop_plan, is_planned_device = _plan_of(model, values, flags)
+    num_params = sum(unit.numel for unit in facts.units)
+    is_split = max(degrees.get(key, 1) for key in ("tp", "pp", "ep")) > 1
+    if not is_split and loop_plan.num_params != num_params:
         raise ConfigError(
-            f"flag --planned: {found[0].model} has {theirs:,} parameters, the run {ours:,}"
+            f"flag --planned: {loop_plan.model} has {loop_plan.num_params:,} parameters, the run "
+            f"{num_params:,}"
         )
-    return found
+    return loop_plan, is_planned_device
 
 
 def _cluster_of(record: RunRecord) -> dict[str, object]:
-    """Return the keys of a plan that say which ranks a run had, and of which device."""
+    """Return the keys of a plan for the ranks of a run and their device."""
     from shardwise.plan.machine.hardware import find_accelerator
 
     facts = record.facts
-    found: dict[str, object] = {"ranks": facts.num_ranks}
+    keys: dict[str, object] = {"ranks": facts.num_ranks}
     if facts.hosts:
-        found["gpus_per_node"] = facts.hosts.count(facts.hosts[0])
+        keys["gpus_per_node"] = facts.hosts.count(facts.hosts[0])
     with suppress(ConfigError):
-        found["gpu"] = find_accelerator(facts.device).name
-    return found
+        keys["gpu"] = find_accelerator(facts.device).name
+    return keys
 
 
 def _plan_of(
@@ -148,5 +152,5 @@ def _plan_of(
 
     setup = set_up(model, check_keys(PlanRequest, values, flags, None, "flag --planned"))
     prices = setup.prices_of(setup.candidate)
-    found = plan(setup.model, setup.cluster, setup.candidate, prices=prices)
-    return found, {**values, **flags}.get("gpu", "cpu") != "cpu"
+    result = plan(setup.model, setup.cluster, setup.candidate, prices=prices)
+    return result, {**values, **flags}.get("gpu", "cpu") != "cpu"

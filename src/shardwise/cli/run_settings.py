@@ -1,4 +1,4 @@
-"""A run's keys in the words of a plan, and a plan as keys of a run."""
+"""The conversion between the keys of a run and those of a plan."""
 
 from collections.abc import Iterable
 from dataclasses import fields, replace
@@ -18,19 +18,19 @@ from shardwise.train.config import TrainConfig, dump_config
 from shardwise.train.optimizers import is_shardwise_adamw
 
 _STATE_LINES = ("param_shards", "param_full", "grad_shards", "optimizer_state")
-_OF_MOMENTS = {"bf16": "adamw_bf16_moments", "8bit": "adamw_8bit"}
+_PLANNED_BY_MOMENTS = {"bf16": "adamw_bf16_moments", "8bit": "adamw_8bit"}
 # Optimizers of plans, as keys of a run.
 _WRITABLE: dict[str, dict[str, object]] = {
     **{name: {"optimizer": name, "optimizer_options": None} for name in ("adamw", "adam", "sgd")},
     **{
         name: {"optimizer": "adamw", "optimizer_options": {"moments": moments}}
-        for moments, name in _OF_MOMENTS.items()
+        for moments, name in _PLANNED_BY_MOMENTS.items()
     },
 }
 
 
 def planned_keys(config: TrainConfig) -> dict[str, object]:
-    """Return the keys of a run that are set, as a plan has them.
+    """Return the keys of a run that are set, with a plan's names and values.
 
     **Raises** ConfigError where a plan does not know the optimizer's state, and for micro-batches
     in an order that no plan has.
@@ -60,7 +60,7 @@ def _planned_optimizer(config: TrainConfig) -> str:
                 f"optimizer_options: a plan counts blocks of {BLOCK}; got {options['block']} in "
                 "the file of the run"
             )
-        return _OF_MOMENTS.get(str(options.get("moments")), name)
+        return _PLANNED_BY_MOMENTS.get(str(options.get("moments")), name)
     if name not in OPTIMIZERS:
         raise ConfigError(
             f"optimizer: a plan has {', '.join(OPTIMIZERS)}; got {name!r} in the file of the run"

@@ -11,7 +11,7 @@ from rich.console import Group
 
 from shardwise.cli.flags import check_target, print_result, takes_keys, write_file
 from shardwise.cli.plan import MODEL, list_names
-from shardwise.cli.plan_setup import Setup, at_ranks, set_up
+from shardwise.cli.plan_setup import PlanSetup, at_ranks, set_up
 from shardwise.cli.plan_tables import goodput_view, scaling_view, simulation_view
 from shardwise.keys import check_keys
 from shardwise.plan.facts import plan_facts, scaling_facts
@@ -38,25 +38,25 @@ def simulate(_: typer.Context, model: str | None, flags: Mapping[str, object]) -
 def _simulate_model(name: str | None, request: SimulateRequest) -> int:
     check_target("trace", request.trace)
     setup = set_up(name, request)
-    made = _simulated(setup, request)
-    goodput = _goodput(made, request)
+    planned = _simulated(setup, request)
+    goodput = _goodput(planned, request)
     counts = sorted({*(request.sweep or ())})
     rows = scaling_facts(_sweep(setup, request, counts) if counts else ())
     if request.trace is not None:
-        trace = simulated_trace(made.simulated, made.candidate.accumulation)
+        trace = simulated_trace(planned.simulated, planned.candidate.accumulation)
         write_file("trace", request.trace, json.dumps(trace))
-    facts: dict[str, object] = plan_facts(made) | {"kind": "simulation"}
+    facts: dict[str, object] = plan_facts(planned) | {"kind": "simulation"}
     facts |= {"scaling": rows, "goodput": goodput and asdict(goodput)}
-    views = [simulation_view(made)]
+    views = [simulation_view(planned)]
     if rows:
         views.append(scaling_view(rows))
     if goodput is not None:
         views.append(goodput_view(goodput, request.checkpoint_interval_s))
     print_result(lambda: facts, lambda: Group(*views), request.json_)
-    return _DOES_NOT_FIT if made.verdict == "will not fit" else 0
+    return _DOES_NOT_FIT if planned.verdict == "will not fit" else 0
 
 
-def _simulated(setup: Setup, request: SimulateRequest) -> Plan:
+def _simulated(setup: PlanSetup, request: SimulateRequest) -> Plan:
     return plan(
         setup.model,
         setup.cluster,
@@ -67,28 +67,28 @@ def _simulated(setup: Setup, request: SimulateRequest) -> Plan:
     )
 
 
-def _goodput(made: Plan, request: SimulateRequest) -> Goodput | None:
-    """Return what failures leave; a save stalls for a copy of the state unless told otherwise."""
+def _goodput(planned: Plan, request: SimulateRequest) -> Goodput | None:
+    """Return the goodput under failures; by default a save stalls for a copy of the state."""
     if request.mtbf_hours is None:
         return None
     stall_s = request.checkpoint_stall_s
     if stall_s is None:
-        state, link = made.played.device, made.cluster.node.host.device_link
+        state, link = planned.played.device, planned.cluster.node.host.device_link
         stall_s = (state.param_shards + state.optimizer_state) / link.achieved_bytes_per_s
     return expected_goodput(
-        made.step_s,
-        mtbf_s=request.mtbf_hours * 3600 / made.candidate.world_size,
+        planned.step_s,
+        mtbf_s=request.mtbf_hours * 3600 / planned.candidate.world_size,
         back_s=request.restart_s,
         interval_s=request.checkpoint_interval_s,
         stall_s=stall_s,
     )
 
 
-def _sweep(setup: Setup, request: SimulateRequest, counts: Sequence[int]) -> list[Plan]:
+def _sweep(setup: PlanSetup, request: SimulateRequest, counts: Sequence[int]) -> list[Plan]:
     setups = [at_ranks(setup, count) for count in counts]
-    made = []
+    plans = []
     with step_bar("simulating") as progress:
-        for done, each in enumerate(setups, 1):
-            made.append(_simulated(each, request))
+        for done, at_count in enumerate(setups, 1):
+            plans.append(_simulated(at_count, request))
             progress(done, len(setups))
-    return made
+    return plans

@@ -12,7 +12,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.cli.facts import KINDS, CheckpointFacts, RunFacts, Saved
+from shardwise.cli.facts import KINDS, CheckpointFacts, CheckpointsFacts, Saved
 from shardwise.quantities import format_bytes, format_count
 from shardwise.terminal import printable
 
@@ -43,7 +43,7 @@ def make_table(
     return table
 
 
-def show_run(console: Console, facts: RunFacts) -> None:
+def show_run(console: Console, facts: CheckpointsFacts) -> None:
     """Print all checkpoints of a run."""
     console.print(Text(printable(facts.path), "bold"), soft_wrap=True)
     rows = []
@@ -104,12 +104,14 @@ def show_checkpoint(console: Console, facts: CheckpointFacts, lists_tensors: boo
         _line(console, "", f"{count:,} parameter{'s' if count != 1 else ''}: {values}")
     if lists_tensors:
         listed = []
-        for each in facts.tensors:
-            name = f"{each.name}  {each.state}" if each.state else each.name
-            shape = " x ".join(map(str, each.shape)) or "scalar"
-            cut = f"{each.layout}, {each.num_parts}" + " ranks" * (each.layout == "own")
-            cut = "whole" if each.layout == "whole" else cut
-            listed.append((name, each.kind, shape, each.dtype, format_bytes(each.num_bytes), cut))
+        for tensor in facts.tensors:
+            name = f"{tensor.name}  {tensor.state}" if tensor.state else tensor.name
+            shape = " x ".join(map(str, tensor.shape)) or "scalar"
+            cut = f"{tensor.layout}, {tensor.num_parts}" + " ranks" * (tensor.layout == "own")
+            cut = "whole" if tensor.layout == "whole" else cut
+            listed.append(
+                (name, tensor.kind, shape, tensor.dtype, format_bytes(tensor.num_bytes), cut)
+            )
         columns = "tensor", "kind", ">shape", "dtype", ">bytes", "cut"
         console.print(make_table(columns, listed))
     if saved.damage:
@@ -125,13 +127,13 @@ def show_verified(console: Console, verified: Verified) -> None:
     name = printable(verified.path.name or verified.path)
     files = f"{num:,} file{'s' if num != 1 else ''}"
     console.print(Text.assemble((name, "bold"), "  ", state, f"  {files}, {size}"), soft_wrap=True)
-    for said in (*verified.findings, *(f"note: {note}" for note in verified.notes)):
-        console.print(Text(f"  {printable(said)}"), soft_wrap=True)
+    for line in (*verified.findings, *(f"note: {note}" for note in verified.notes)):
+        console.print(Text(f"  {printable(line)}"), soft_wrap=True)
 
 
 def _line(console: Console, label: str, text: str | Text) -> None:
-    said = text if isinstance(text, Text) else printable(text)
-    console.print(Text.assemble(f"  {label:<10} ", said), soft_wrap=True)
+    shown = text if isinstance(text, Text) else printable(text)
+    console.print(Text.assemble(f"  {label:<10} ", shown), soft_wrap=True)
 
 
 def _damage(saved: Saved, style: str) -> Text:

@@ -96,31 +96,31 @@ def view(run: RunRecord) -> RenderableType:
     if not run.steps:
         return Group(head, Text(f"no step is over yet, {quiet} so far"))
     latest = run.steps[-1]
-    said = Text(f"step {latest.step:,}", "bold")
-    said.append(f"  after {format_duration(latest.at_s)}")
-    said.append(f"  newest figures {quiet} ago", "dim")
+    status = Text(f"step {latest.step:,}", "bold")
+    status.append(f"  after {format_duration(latest.at_s)}")
+    status.append(f"  newest figures {quiet} ago", "dim")
     if is_late(run):
         usual = format_duration(gap_of(run) or 0.0)
-        said.append(f", usually every {usual}: it was killed, or it hangs", "bold yellow")
+        status.append(f", usually every {usual}: it was killed, or it hangs", "bold yellow")
     elif run.ending is not None:
-        said.append(f"  {printable(run.ending)}", "bold")
+        status.append(f"  {printable(run.ending)}", "bold")
     findings = _findings(run)
     left: list[RenderableType] = [_figures(run), *_curves(run)]
     phases = [(name, s, f"{s:.3g}") for name, s in phase_seconds(run.steps).items()]
     right: list[RenderableType] = [_shares("where a step's time goes", "seconds", phases)]
     right += _memory(run)
-    return Group(head, said, *findings, Columns([Group(*left), Group(*right)], padding=(0, 4)))
+    return Group(head, status, *findings, Columns([Group(*left), Group(*right)], padding=(0, 4)))
 
 
 def _findings(run: RunRecord) -> list[RenderableType]:
-    found = diagnose(run).findings
+    findings = diagnose(run).findings
     rows: list[RenderableType] = []
-    for finding in found[:_MOST_FINDINGS]:
+    for finding in findings[:_MOST_FINDINGS]:
         colour = "red" if finding.severity == "critical" else "yellow"
         row = Text(f"{finding.code} {finding.title}: ", colour)
         rows.append(row.append(printable(finding.verdict), "default"))
-    if len(found) > _MOST_FINDINGS:
-        rows.append(Text(f"and {len(found) - _MOST_FINDINGS} more: `shardwise doctor`", "dim"))
+    if len(findings) > _MOST_FINDINGS:
+        rows.append(Text(f"and {len(findings) - _MOST_FINDINGS} more: `shardwise doctor`", "dim"))
     return rows
 
 
@@ -162,9 +162,10 @@ def sparkline(values: Sequence[float]) -> str:
 
 def _memory(run: RunRecord) -> list[RenderableType]:
     """Return the memory of the rank that had the most in its newest sampled step."""
-    if (found := largest_memory(run)) is None:
+    largest = largest_memory(run)
+    if largest is None:
         return []
-    rank, line = found
+    rank, line = largest
     kinds = kinds_shown(line.moments[line.peak], run.facts)
     whole = format_bytes(sum(kinds.values()))
     title = f"memory of rank {rank}, step {line.step:,}, at its peak: {whole}"
@@ -176,7 +177,7 @@ def _shares(title: str, unit: str, rows: Sequence[tuple[str, float, str]]) -> Ta
     """Return a table of (name, value, value as text), with the share that each value has."""
     whole = sum(value for _, value, _ in rows) or 1.0
     texts = (
-        (name, told, f"{value / whole:.1%}", "█" * round(value / whole * _SHARE))
-        for name, value, told in rows
+        (name, text, f"{value / whole:.1%}", "█" * round(value / whole * _SHARE))
+        for name, value, text in rows
     )
     return make_table((title, f">{unit}", ">share", ""), texts)

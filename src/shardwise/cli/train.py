@@ -75,7 +75,7 @@ def train(context: typer.Context, file: Path | None, flags: dict[str, object]) -
 
 @contextmanager
 def report_errors_once(place: RankPlace | None) -> Iterator[None]:
-    """Report an error that all ranks raise on the first rank only, others with their rank.
+    """Report errors that all ranks raise on rank 0 only, and other errors with their rank.
 
     Without a launcher there is no ``place``, and every error is raised.
     """
@@ -97,7 +97,7 @@ def report_errors_once(place: RankPlace | None) -> Iterator[None]:
 
 
 def read_place(environment: Mapping[str, str]) -> RankPlace | None:
-    """Return the rank that torchrun, or our launcher, gave this process, or None.
+    """Return the rank that a launcher gave this process; None without a launcher.
 
     **Raises** ConfigError for a number that is none, and for restarts that would hang.
     """
@@ -137,8 +137,8 @@ def read_run(
     else:
         ranks = str(flags.get("ranks", values.get("ranks")))
         num_ranks = max(1, int(ranks)) if ranks.isdecimal() else 1
-    found, report = read_train_keys(deepspeed, values, flags, num_ranks)
-    config = load_config(file, flags, (deepspeed, found))
+    foreign_keys, report = read_train_keys(deepspeed, values, flags, num_ranks)
+    config = load_config(file, flags, (deepspeed, foreign_keys))
 
     def source_of(name: str) -> str | None:
         return flag_of(name) if name in flags else str(file) if name in values else None

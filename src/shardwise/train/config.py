@@ -336,7 +336,7 @@ class TrainConfig(StepKeys):
 
     @property
     def offloaded(self) -> OffloadLike:
-        """Where state is kept, as `shard()` takes it."""
+        """The offload setting, in a form that `shard()` takes."""
         return offload_of(self.offload)
 
     def shape(self, vocab: int) -> DecoderShape:
@@ -346,8 +346,10 @@ class TrainConfig(StepKeys):
             return 32 * max(1, round(multiple * self.dim / 32))
 
         ffn = width(self.ffn_multiple)
-        sizes = self.layers, self.dim, self.heads, self.kv_heads or self.heads, ffn, vocab
-        shape = llama_shape(*sizes, tied=self.tied_head)
+        kv_heads = self.kv_heads or self.heads
+        shape = llama_shape(
+            self.layers, self.dim, self.heads, kv_heads, ffn, vocab, tied=self.tied_head
+        )
         if not self.experts:
             return shape
         experts = Experts(
@@ -365,11 +367,11 @@ class TrainConfig(StepKeys):
         """The curve of DeepSpeed that the learning rate follows, or None."""
         if self.schedule not in CURVES:
             return None
-        ours = {"total_num_steps": self.steps, "warmup_num_steps": self.warmup_steps}
+        auto = {"total_num_steps": self.steps, "warmup_num_steps": self.warmup_steps}
         options = self.schedule_options or {}
         if "total_num_steps" in CURVES[self.schedule]:
             options = {"total_num_steps": "auto", **options}
-        filled = {k: ours.get(k, v) if v == "auto" else v for k, v in options.items()}
+        filled = {k: auto.get(k, v) if v == "auto" else v for k, v in options.items()}
         return make_curve(self.schedule, filled, "schedule_options")
 
     def learning_rate(self, step: int) -> float:
@@ -404,31 +406,32 @@ def load_config(
     values = read_keys(path) if path is not None else {}
     if beside is None:
         return check_keys(TrainConfig, values, flags, path, "train")
-    other, found = beside
+    other, other_values = beside
     lines = []
-    for name in sorted(values.keys() & found.keys() - flags.keys()):
-        mine, theirs = values[name], found[name]
-        if name in _OPTIONS and isinstance(mine, dict) and isinstance(theirs, dict):  # one by one
-            theirs = {k: v for k, v in theirs.items() if k in mine and v != "auto"}
-            mine = {k: v for k, v in mine.items() if k in theirs}
-        if _stored(name, mine) != _stored(name, theirs):
-            text = f"{name}: {path} says {shown(mine)}, {other} says {shown(theirs)}"
+    for name in sorted(values.keys() & other_values.keys() - flags.keys()):
+        first, second = values[name], other_values[name]
+        if name in _OPTIONS and isinstance(first, dict) and isinstance(second, dict):
+            second = {k: v for k, v in second.items() if k in first and v != "auto"}
+            first = {k: v for k, v in first.items() if k in second}
+        if _stored(name, first) != _stored(name, second):
+            text = f"{name}: {path} says {shown(first)}, {other} says {shown(second)}"
             lines.append(f"{text}; change one, or give {flag_of(name)}")
     if lines:
         raise ConfigError("\n".join(lines))
-    values = {**found, **_beside(values, found)}
-    return check_keys(TrainConfig, values, _beside(flags, values), path or other, "train")
+    values = {**other_values, **_merge_options(values, other_values)}
+    return check_keys(TrainConfig, values, _merge_options(flags, values), path or other, "train")
 
 
-def _beside(given: Mapping[str, object], others: Mapping[str, object]) -> dict[str, object]:
-    """Merge each key that holds options with the options of ``others``; those given win."""
+def _merge_options(given: Mapping[str, object], others: Mapping[str, object]) -> dict[str, object]:
+    """Merge each key that holds options with the options of ``others``, which do not win."""
     merged = dict(given)
     for name in _OPTIONS & given.keys() & others.keys():
         try:
-            theirs, ours = (read_options(each[name]) or {} for each in (others, given))
+            other_options = read_options(others[name]) or {}
+            options = read_options(given[name]) or {}
         except ValueError:
             continue  # `check_keys` raises
-        merged[name] = {**theirs, **ours}
+        merged[name] = {**other_options, **options}
     return merged
 
 
