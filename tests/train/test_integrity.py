@@ -28,12 +28,12 @@ def test_both_checks_take_turns_and_stay_within_their_share_of_the_time():
         spent += {"none": 0.0, "replicas": 0.5, "replay": 1.0}[budget.agreed]
         made += [budget.agreed] * (budget.agreed != "none")
         assert spent <= 0.05 * now + 1.0  # the check under way
-        budget.agree(budget.ask())
+        budget.agree(budget.next_check())
     assert spent > 0.04 * now
     assert made[:4] == ["replicas", "replay", "replicas", "replay"]
     never = IntegrityBudget(0.0)
     never.note_step(1.0, False)
-    assert CHECKS[never.ask()] == "none"
+    assert CHECKS[never.next_check()] == "none"
 
 
 def checked_run(rank, world_size, flags):

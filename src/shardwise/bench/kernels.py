@@ -265,17 +265,17 @@ def optimizer_curves(watch: Stopwatch) -> dict[str, SecondsCurve]:
 
         return watch.parts(work, in_step=True)
 
-    found = watch.sweep(_STATE_NUMELS, measure)
+    measured = watch.sweep(_STATE_NUMELS, measure)
     curves = {}
     kinds = (("optimizer.adamw", _ADAMW_TENSORS), ("clip", _CLIP_TENSORS))
     for part, (name, num_passes) in enumerate(kinds):
-        points = [(4.0 * num_passes * _NUM_TENSORS * n, parts[part]) for n, parts in found]
+        points = [(4.0 * num_passes * _NUM_TENSORS * n, parts[part]) for n, parts in measured]
         curves[name] = SecondsCurve.through("bytes", points)
     return curves
 
 
 def copy_curves(watch: Stopwatch) -> dict[str, SecondsCurve]:
-    """Measure copies and casts into memory that is there, by bytes read and written."""
+    """Measure copies and casts into existing memory, by bytes read and written."""
     curves = {}
     for source_dtype, dtype in _COPIES:
 
@@ -306,8 +306,8 @@ def sum_curve(watch: Stopwatch) -> SecondsCurve:
 
         return [watch.seconds(mean)]
 
-    found = watch.sweep(_NUMELS, measure)
-    return SecondsCurve.through("bytes", [(12.0 * n, s) for n, (s,) in found])
+    measured = watch.sweep(_NUMELS, measure)
+    return SecondsCurve.through("bytes", [(12.0 * n, s) for n, (s,) in measured])
 
 
 _NUM_BLOCKS = 16

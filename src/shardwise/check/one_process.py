@@ -401,7 +401,7 @@ def _rms(values: torch.Tensor) -> torch.Tensor:
 
 
 def _tolerance(composed: nn.Module) -> float:
-    """See Note [How gradients are compared]."""
+    """Return the tolerance of Note [How gradients are compared]."""
     dtypes = {p.dtype for p in composed.parameters() if p.is_floating_point() or p.is_complex()}
     engine = find_engine(composed)
     for unit in () if engine is None else engine.units:

@@ -112,9 +112,10 @@ def _convert(file: Path, to: Form | None, ranks: int | None) -> tuple[str, Repor
 def _form_of(file: Path) -> Form:
     """Return the form that has most of the file's keys."""
     content = load_keys(file)
-    theirs = {"optimizer"} if isinstance(content.get("optimizer"), dict) else set()
+    is_deepspeed = isinstance(content.get("optimizer"), dict)
+    ambiguous = {"optimizer"} if is_deepspeed else set()
     known: dict[Form, Set[str]] = {
-        "shardwise": TrainConfig.model_fields.keys() - theirs,
+        "shardwise": TrainConfig.model_fields.keys() - ambiguous,
         "deepspeed": KEYS["top"].keys(),
         "accelerate": KEYS["accelerate"].keys(),
     }

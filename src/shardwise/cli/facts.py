@@ -162,7 +162,7 @@ def _is_held(files: Files, folder: Path, entry: Entry) -> bool:
 
 @dataclass(frozen=True)
 class TensorFacts:
-    """One tensor; ``num_parts`` counts its slices, pieces, or the ranks that have their own."""
+    """One tensor; ``num_parts`` counts its slices, its pieces, or the ranks that have one."""
 
     name: str
     state: str

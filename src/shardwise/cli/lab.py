@@ -72,9 +72,9 @@ def run(number: _Number, file: _File = None) -> None:
 @lab.command(cls=Command)
 def check(number: _Number, file: _File = None) -> None:
     """Check your file: targets met and missed, in words. The exit code is 1 if one is missed."""
-    found = _desk().check(number, file or Path(_desk().lab_of(number).file))
-    terminal.say(found.text() + "\n")
-    if found.num_met < found.total:
+    result = _desk().check(number, file or Path(_desk().lab_of(number).file))
+    terminal.say(result.text() + "\n")
+    if result.num_met < result.total:
         raise typer.Exit(_MISSED)
 
 

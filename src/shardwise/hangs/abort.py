@@ -5,9 +5,9 @@ Once a second a thread publishes this rank's heartbeat, reads those of the ranks
 the main thread needs, and ends the wait in two cases: a rank that it needs is gone, or it has
 lasted for the limit of `watch`. If `watch` was not called, and the program gave the process group
 no timeout, the limit is 5 minutes. A wait for a rank that is at work (it compiles, loads or saves)
-lasts until the timeout of the process group. The error has the table of the ranks, see Note [The
-table]. The cause is published with the heartbeat, and ranks that wait for this one pass it on. The
-wait is ended by an abort, see Note [Aborting a group].
+lasts until the timeout of the process group. The error has the table of the ranks, see
+Note [The table]. The cause is published with the heartbeat, and ranks that wait for this one pass
+it on. The wait is ended by an abort, see Note [Aborting a group].
 
 Note [A rank that has failed]
 A rank whose disk or host memory fails raises, and enters no collective of its model before a load,
@@ -201,7 +201,7 @@ class Watch(Listener):
         self.publish()
 
     def publish(self) -> None:
-        """Look now; return once that is done, or some seconds have passed."""
+        """Run a look now; return when it has ended, or after some seconds."""
         if not self._threads or not self._is_one_of_several() or self._is_late:
             return
         if threading.current_thread() in self._threads:

@@ -1,4 +1,4 @@
-"""Before the run: what fits, how fast it will be, and why. No torch at import.
+"""The planner: memory and time of a run before it begins. Its import loads no torch.
 
 Names are imported on first use; tracing a module loads torch, nothing else does.
 """

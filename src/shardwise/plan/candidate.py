@@ -35,7 +35,7 @@ ALL_DEGREES = ("tp", "pp", "cp", "ep")  # a run has them under the same names
 
 @dataclass(frozen=True)
 class Candidate:
-    """How the model is sharded and fed.
+    """The sharding of a model, its batch and its kernels.
 
     ``num_shards x num_replicas`` data-parallel ranks; with tensor, pipeline and context degrees
     the world is their product. ``ep`` ranks, cut out of shards x context x tensor ranks, share the

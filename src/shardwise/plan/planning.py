@@ -79,7 +79,7 @@ class PlannedMemory(NamedTuple):
 def plan_memory(
     model: Model, cluster: Cluster, candidate: Candidate, tape: Tape | None = None
 ) -> PlannedMemory:
-    """Play one candidate's step; ``tape`` is the model's own where it is known.
+    """Play one candidate's step; ``tape`` is the model's, if it is known.
 
     **Cost** half that of a plan.
 

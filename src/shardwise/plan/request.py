@@ -1,4 +1,4 @@
-"""Keys of a training step, shared by `shardwise train`, `plan` and `simulate`, and of the latter.
+"""The keys of a training step for `shardwise train`, `plan` and `simulate`.
 
 `StepKeys` defines what a run and a plan have under the same name; `TrainConfig` and `ModelRequest`
 add their own. A setting is decided if it is in ``model_fields_set``.

@@ -74,8 +74,8 @@ class Preflight:
     @property
     def verdict(self) -> Verdict:
         """The worst of the checks."""
-        found = {check.verdict for check in self.checks}
-        return "failed" if "failed" in found else "odd" if "odd" in found else "ok"
+        verdicts = {check.verdict for check in self.checks}
+        return "failed" if "failed" in verdicts else "odd" if "odd" in verdicts else "ok"
 
     def to_json(self) -> Row:
         """Return it for programs."""
@@ -83,19 +83,19 @@ class Preflight:
 
 
 Rows = Sequence[Row]
-Kind = tuple[str, Verdict]  # a check's name, and its verdict if something is found
+Kind = tuple[str, Verdict]  # a check's name, and its verdict if values differ
 _Shown = Callable[[float], str]
 
 
 class Judge:
-    """Judges the rows of each part, on rank 0; keeps them for the parts that come later."""
+    """Makes the checks of each part from its rows, on rank 0; keeps the rows for later parts."""
 
     def __init__(self) -> None:
         self.rows: dict[str, Rows] = {}
-        self.nodes: list[list[int]] = []  # the ranks of each
+        self.nodes: list[list[int]] = []  # the ranks of each node
 
     def named(self, ranks: Sequence[int]) -> str:
-        """Return ranks for people, by host as far as hosts are known."""
+        """Return the names of ranks for people, by host if hosts are known."""
         hosts: dict[str, list[int]] = {}
         for rank in ranks:
             known = self.rows.get("nodes")
@@ -126,7 +126,7 @@ class Judge:
 
     def judge_products(self, rows: Rows) -> Iterator[Check]:
         """Find devices with wrong bits, with other bits than equal devices, and slow ones."""
-        equal: dict[str, list[int]] = {}  # the ranks whose devices are
+        equal: dict[str, list[int]] = {}  # ranks by their kind of device
         for rank, node in enumerate(self.rows["nodes"]):
             kind = f"{node['device']}, {node['processor']}, {node['versions']}"
             equal.setdefault(kind, []).append(rank)
@@ -149,7 +149,7 @@ class Judge:
             yield from self._compare("speed of products", rates, _flops)
 
     def judge_folder(self, rows: Rows) -> Iterator[Check]:
-        """Tell whether the folder outlives the nodes, and how long a durable write takes."""
+        """Check that the folder outlives the nodes, and compare the seconds of durable writes."""
         refused = [rank for rank, row in enumerate(rows) if "refused" in row]
         if refused:
             text = f"{self.named(refused)} cannot write it: {rows[refused[0]]['refused']}"
@@ -166,7 +166,7 @@ class Judge:
         yield from self._compare("durable write", synced, _milliseconds, late_from=_SLOW_SYNC_S)
 
     def judge_shared(self, rows: Rows) -> Iterator[Check]:
-        """Tell whether all nodes see one folder, and whether a lock on one holds on the others."""
+        """Check that all nodes see the same folder, and that a lock holds on all of them."""
         blind = [rank for rank, row in enumerate(rows) if row.get("unseen")]
         free = [rank for rank, row in enumerate(rows) if not row.get("is_excluded", True)]
         if blind:
@@ -186,7 +186,7 @@ class Judge:
             yield Check("lock", "odd", text, tuple(free))
 
     def judge_ways(self, rows: Rows) -> Iterator[Check]:
-        """Find addresses that lead inward, and nodes that are closed, far or in another time."""
+        """Find loopback addresses, unreachable and far nodes, and clocks that differ."""
         yield from self._judge_addresses(self.rows["nodes"])
         ways = [(a, int(b), way) for a, row in enumerate(rows) for b, way in row["asked"].items()]
         lost = [(a, b, way["error"]) for a, b, way in ways if "error" in way]
@@ -209,7 +209,7 @@ class Judge:
         yield Check("clock", "odd" if skewed else "ok", text, tuple(skewed))
 
     def _judge_addresses(self, nodes: Rows) -> Iterator[Check]:
-        """Find what leads others to themselves, where ranks have several networks."""
+        """Find addresses that lead other nodes to themselves, if ranks have several networks."""
         if len({row["network"] for row in nodes}) == 1:
             return
         looping = [rank for rank, row in enumerate(nodes) if is_loopback(row["address"])]

@@ -31,7 +31,7 @@ class MissingRanksError(CollectiveError):
 
 
 class Meeting:
-    """The exchanges of one rank with rank 0; ``timeout_s`` is how long a rank may be late."""
+    """The exchanges of one rank with rank 0; a rank may be late by ``timeout_s``."""
 
     def __init__(self, store: dist.Store, place: RankPlace, timeout_s: float) -> None:
         # Ranks that an elastic launcher starts again may find the store of those before.

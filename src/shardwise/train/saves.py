@@ -132,8 +132,8 @@ class RunCheckpoints:
         if loaded is None:
             return None
         load_s = time.perf_counter() - started_s
-        for group, ours in zip(groups, settings, strict=True):
-            group.update(ours)  # this run's keys win over the saved ones
+        for group, run_settings in zip(groups, settings, strict=True):
+            group.update(run_settings)  # this run's keys win over the saved ones
         saved = loaded.extra.get("settings")
         if not isinstance(saved, Mapping):
             raise CheckpointError(

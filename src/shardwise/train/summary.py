@@ -88,10 +88,12 @@ class RunResult:
         self, step: int, loss: float, step_s: float, num_tokens: int, state: StateBytes
     ) -> None:
         """Add one step; `tokens_per_s` is a moving average over about ten steps."""
-        now = num_tokens / step_s
-        kept = _SPEED_MEMORY if self.losses else 0.0
-        self.tokens_per_s = kept * self.tokens_per_s + (1 - kept) * now
-        self.steps, self.tokens, self.state = step, self.tokens + num_tokens, state
+        speed = num_tokens / step_s
+        weight = _SPEED_MEMORY if self.losses else 0.0  # of the steps before
+        self.tokens_per_s = weight * self.tokens_per_s + (1 - weight) * speed
+        self.steps = step
+        self.tokens += num_tokens
+        self.state = state
         self.losses.append(loss)
         self.steps_s.append(step_s)
 
@@ -106,9 +108,9 @@ def compare(config: TrainConfig, result: RunResult) -> list[str]:
     """Write each predicted quantity beside the measured one, a line each.
 
     The step time is the median without the first step. State and peak are those of the rank that
-    holds most. On the CPU, the peak is how much the process has grown since before the model was
-    built; about 50 MiB of it are buffers of libraries, freed pages and the copy that a save
-    makes. On other devices it is what the allocator gave out.
+    holds most. On the CPU, the peak is the growth of the process since before the model was built;
+    about 50 MiB of it are buffers of libraries, freed pages and the copy that a save makes. On
+    other devices it is the bytes that the allocator gave out.
     """
     step_s = median(result.steps_s[1:] or [0.0])
     state = max(result.state_bytes_of_ranks, default=0)
@@ -119,11 +121,11 @@ def compare(config: TrainConfig, result: RunResult) -> list[str]:
         ("peak", config.predicted_peak_bytes, peak, format_bytes),
     )
     lines = []
-    for name, expected, found, write in rows:
+    for name, expected, actual, write in rows:
         if not expected:
             continue
-        error = f" ({expected / found - 1:+.1%})" if found else ""
-        measured = f"measured {write(found)}" if found else "not measured in a single step"
+        error = f" ({expected / actual - 1:+.1%})" if actual else ""
+        measured = f"measured {write(actual)}" if actual else "not measured in a single step"
         lines.append(f"{name} {write(expected)}, {measured}{error}")
     return lines
 

@@ -161,7 +161,7 @@ class Cluster:
 def unknown(what: str, name: object, known: Mapping[str, str]) -> ConfigError:
     """Return the error for a name that is not in a table, with the nearest ones that are.
 
-    ``known`` gives for each way to write a name the name itself.
+    ``known`` has the name for each spelling of it.
     """
     near = get_close_matches(str(name).lower(), list(known), n=3, cutoff=0.5)
     names = dict.fromkeys(known[spelling] for spelling in near or known)
@@ -227,14 +227,14 @@ def find_accelerator(name: str) -> Accelerator:
     """
     base, size, pcie = _parse(name)
     defaults = read_table("nodes")["default_variants"]
-    same = [each for each in accelerators().values() if _parse(each.name)[0] == base]
-    same = [each for each in same if size in (None, each.nominal_memory_bytes >> 30)]
-    same = [each for each in same if _parse(each.name)[2] == pcie] or (same if pcie else [])
+    same = [chip for chip in accelerators().values() if _parse(chip.name)[0] == base]
+    same = [chip for chip in same if size in (None, chip.nominal_memory_bytes >> 30)]
+    same = [chip for chip in same if _parse(chip.name)[2] == pcie] or (same if pcie else [])
     if not same:
-        ways = {each.lower(): each for each in accelerators()}
-        usual = {_parse(each)[0]: each for each in (*accelerators(), *defaults)}
-        raise unknown("accelerator", name, ways | usual)
-    return next((each for each in same if each.name in defaults), same[0])
+        full_names = {known.lower(): known for known in accelerators()}
+        short_names = {_parse(known)[0]: known for known in (*accelerators(), *defaults)}
+        raise unknown("accelerator", name, full_names | short_names)
+    return next((chip for chip in same if chip.name in defaults), same[0])
 
 
 def find_link(name: str) -> Link:
@@ -249,7 +249,7 @@ def _find_row(
     what: str, name: str, table: Mapping[str, _Row], aliases: Mapping[str, str] | None = None
 ) -> _Row:
     """Return the row of a table with this name, however it is spelt."""
-    key, known = _squeezed(name), {_squeezed(each): each for each in table} | dict(aliases or {})
+    key, known = _squeezed(name), {_squeezed(row): row for row in table} | dict(aliases or {})
     if key not in known:
         raise unknown(what, name, known)
     return table[known[key]]

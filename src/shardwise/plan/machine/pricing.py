@@ -20,8 +20,8 @@ neighbours in those and the tensor ranks, and the ranks that have the same ones 
 inside the data parallel axis.
 
 Note [Curves of seconds]
-A curve says how long ONE operation of a given size takes. Its low end is what an operation costs at
-least (a launch, a call, a round trip), its slope the rate, so neither is fitted. Between two sizes
+A curve has the seconds of ONE operation by its size. Its low end is the least time of an operation
+(a launch, a call, a round trip), its slope the rate, so neither is fitted. Between two sizes
 it is straight in logarithms, or straight if it begins at size 0; below the first size it is
 constant, above the last it has the last rate.
 

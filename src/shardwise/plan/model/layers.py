@@ -72,7 +72,7 @@ _PER_OP_LINES = {"attention output": 1.0, "log-sum-exp": 1.0, "query": 1.0, "key
 
 @dataclass(frozen=True)
 class Execution:
-    """How one rank runs the decoder; fields are those of a `Candidate` if they have its names.
+    """The execution of the decoder on one rank; fields of a `Candidate` have the same names.
 
     ``implementation``: layers of the built-in decoder or of transformers in eager PyTorch, or
     compiled ones. ``pp_rank`` is the rank's pipeline stage. ``all_forward_first``: micro-batches

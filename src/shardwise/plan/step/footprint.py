@@ -319,7 +319,7 @@ class Footprint:
             segment = even_segment(share * num_shards, num_shards)
             messages.append(gather_message([(segment, _FLOAT, True)], num_shards, self._on_cpu))
         momentum = values if outer is not None and outer.momentum else 0
-        staging = values + max([momentum, *(each.staging for each in messages)])
+        staging = values + max([momentum, *(message.staging for message in messages)])
         return windows.state_bytes(numel), staging, tuple(messages)
 
     def _part(self, group: StorageParams, index: int, size: int) -> SentSlice:

@@ -74,7 +74,7 @@ def simulate(
 def _contended_seconds(
     ops: Sequence[Op], seconds: Sequence[float], overlap: float
 ) -> tuple[float, ...]:
-    """Return how long each operation takes when it shares cores with what runs beside it.
+    """Return the seconds of each operation, with cores shared among those that run together.
 
     **Cost**: operations times streams.
     """
