@@ -37,7 +37,7 @@ ERRORS_INTRODUCTION = """# Errors
 
 Every exception that Shardwise raises on purpose, written by `make pages` from the source. Messages
 say which rank, unit, file or setting is meant, what was expected, what came, and what to do.
-[When something fails](how-to/when-something-fails.md) is about hangs, memory, disks and checkpoints.
+[When something fails](how-to/when-something-fails.md) is about hangs, memory and disks.
 
 | error | derives from | meaning | what to do | module |
 |---|---|---|---|---|
