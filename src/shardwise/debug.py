@@ -94,7 +94,7 @@ def counting(model: Model) -> Iterator[Traffic]:
         mesh = engine.comm.axes.mesh
         whole = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
         axes += axes_of_mesh(whole) if whole.mesh_dim_names else ()
-    axes += [axis for unit in parts.units for p in unit.params for axis in p.cut.own_axes]
+    axes += [axis for unit in parts.units for p in unit.params for axis in p.cut.outer_axes]
     axes += [exchange.axis for each in modules for exchange in exchanges_of(each)]
     axes += [axis for comm in parts.comms for axis in comm.axes.all]
     with CountedCollectives(axes, parts.comm.traffic):

@@ -1,8 +1,8 @@
 """All-gather and reduce-scatter by one coalesced group of the backend's collectives; for NCCL.
 
-Every segment is an even collective by itself, so the backend reads and writes the very memory
-that the layers use; all segments of a unit go out as one group. Segments with an owner are
-broadcast from it, and reduced to it, one by one behind the group.
+Every segment is one even collective, so the backend reads and writes the memory that layers use.
+All segments of a unit are one group of collectives. After the group, segments with an owner are
+broadcast from it, or reduced to it, one by one.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from shardwise.comm.pending import (
     collective_errors,
     key_of,
 )
-from shardwise.comm.shares import goes_as_it_lies
+from shardwise.comm.shares import sends_without_packing
 from shardwise.mesh import Axis
 from shardwise.trace import Traffic
 
@@ -35,7 +35,7 @@ def start_all_gather(
     items = [item for item in items if item.segment.owner is None and item.segment.shard_numel]
     outputs = [item.full for item in items]
     inputs = [item.source for item in items]
-    sent = sum(i.source.nbytes for i in (*items, *owned)) * (axis.size - 1)
+    sent = sum(item.source.nbytes for item in (*items, *owned)) * (axis.size - 1)
     traffic.add(f"{axis.name}.{collective.kind}", collective.unit, sent)
     if axis.size == 1:
         for item in (*items, *owned):
@@ -86,14 +86,19 @@ def start_reduce_scatter(
         if item.segment.owner != axis.rank
     )
     traffic.add(f"{axis.name}.{collective.kind}", collective.unit, sent)
+    works: list[dist.Work] = []
     if axis.size == 1:
-        works = []
-        pairs = [(o, i) for o, i in zip(outputs, inputs, strict=True) if o is not i]
-        if pairs:
-            torch._foreach_copy_([o for o, _ in pairs], [i for _, i in pairs])
+        copies = [
+            (output, source)
+            for output, source in zip(outputs, inputs, strict=True)
+            if output is not source
+        ]
+        if copies:
+            torch._foreach_copy_([output for output, _ in copies], [source for _, source in copies])
     else:
         with collective_errors(key):
-            works = [axis.group.reduce_scatter_tensor_coalesced(outputs, inputs)] if inputs else []
+            if inputs:
+                works.append(axis.group.reduce_scatter_tensor_coalesced(outputs, inputs))
             for item, total in zip(owned, totals, strict=True):
                 works.append(_reduce(item, total, axis))
 
@@ -114,25 +119,29 @@ def start_all_to_all(
     finish: Callable[[], None],
     keep: object,
 ) -> Pending:
-    """Send each rank its part of ``sent``, receive one from each; both are in rank order."""
+    """Send each rank its part of ``sent`` and receive a part from each, in rank order."""
     key = key_of(collective, axis)
-    (into, into_sizes), (out, out_sizes) = received, sent
-    traffic.add(f"{axis.name}.{collective.kind}", collective.unit, out.nbytes)
+    output, output_sizes = received
+    source, source_sizes = sent
+    traffic.add(f"{axis.name}.{collective.kind}", collective.unit, source.nbytes)
     works = []
     if axis.size > 1:
         with collective_errors(key):
             works.append(
                 axis.group.alltoall_base(
-                    into, out, list(into_sizes), list(out_sizes), dist.AllToAllOptions()
+                    output, source, list(output_sizes), list(source_sizes), dist.AllToAllOptions()
                 )
             )
     return Pending(key, works, finish, (received, sent, keep))
 
 
 def _addend(item: ReduceItem, axis: Axis) -> torch.Tensor:
-    """Return what this rank adds to a segment's sum: at its owner where the sum will be."""
-    (_, part), *others = item.parts
-    if others or part.numel() != item.segment.numel:
+    """Return this rank's addend of a segment with an owner.
+
+    On the owner it is in ``item.out``, which becomes the sum.
+    """
+    _, part = item.parts[0]
+    if len(item.parts) > 1 or part.numel() != item.segment.numel:
         raise AssertionError("a segment with an owner is one parameter")
     if item.segment.owner == axis.rank:
         return item.out.copy_(part)
@@ -141,21 +150,21 @@ def _addend(item: ReduceItem, axis: Axis) -> torch.Tensor:
 
 def _reduce(item: ReduceItem, addend: torch.Tensor, axis: Axis) -> dist.Work:
     """Start summing a segment into its owner's addend."""
-    options = dist.ReduceOptions()  # of a sum, unless it says otherwise
+    options = dist.ReduceOptions()  # the default operation is a sum
     assert item.segment.owner is not None
     options.rootRank = item.segment.owner
     return axis.group.reduce([addend], options)
 
 
 def even_inputs(items: Sequence[ReduceItem], num_ranks: int) -> list[torch.Tensor]:
-    """Return one even tensor per item: the gradient itself where it fits, else a packed copy."""
+    """Return one even tensor per item: the gradient itself if it fits, else a packed copy."""
     inputs: list[torch.Tensor] = []
-    places: list[torch.Tensor] = []
+    targets: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
     for item in items:
         full_numel = item.segment.shard_numel * num_ranks
         casts = any(part.dtype != item.out.dtype for _, part in item.parts)
-        if goes_as_it_lies([part.numel() for _, part in item.parts], full_numel, casts):
+        if sends_without_packing([part.numel() for _, part in item.parts], full_numel, casts):
             inputs.append(item.parts[0][1])
             continue
         packed = item.out if num_ranks == 1 else item.out.new_empty(full_numel)
@@ -163,9 +172,9 @@ def even_inputs(items: Sequence[ReduceItem], num_ranks: int) -> list[torch.Tenso
         if covered < full_numel:
             packed.zero_()
         for offset, part in item.parts:
-            places.append(packed[offset : offset + part.numel()])
+            targets.append(packed[offset : offset + part.numel()])
             sources.append(part)
         inputs.append(packed)
-    if places:
-        torch._foreach_copy_(places, sources)
+    if targets:
+        torch._foreach_copy_(targets, sources)
     return inputs

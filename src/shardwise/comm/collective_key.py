@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-# Descriptions of small collectives, by the name that stands in place of a unit's.
+# Descriptions of small collectives, by the name that they have instead of a unit's.
 _DESCRIPTIONS = {
     "(experts)": "tokens and their experts",
-    "(gathered)": "what gathered() writes back",
+    "(gathered)": "values that gathered() writes back",
     "(generator)": "a random generator's state",
     "(generators)": "the states of random generators",
     "(norm)": "a norm",
@@ -20,18 +20,23 @@ _DESCRIPTIONS = {
     "(tensor)": "a whole tensor",
     "(tokens)": "how many tokens each rank has",
 }
-_OF_TENSORS = ("broadcast", "exchange")  # kinds whose `unit` is one tensor
+_KINDS_OF_TENSORS = ("broadcast", "exchange")  # ``unit`` is the name of a tensor
 _SEPARATOR = "|"
 _MAX_RANKS_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
 class CollectiveKey:
-    """A kind of collective of one group. The n-th call of a rank meets the n-th of all others.
+    """A kind of collective of one group. The n-th call on a rank belongs to the n-th on all others.
 
-    A key without an ``axis`` belongs to a small exchange (`control`), or to a call that has only a
-    ``kind``. ``members`` are the global ranks of a group that torch's registry does not know, whose
-    name is ``unit``. ``about`` describes the content where it differs between calls.
+    - ``kind``: the kind of collective, or its whole description if there is no ``axis``.
+    - ``unit``: the name of the unit or tensor, or a name in parentheses, see `_DESCRIPTIONS`.
+    - ``index``: of the unit, or a number that separates calls of one kind.
+    - ``axis``: "" for a small exchange (`control`) and for calls that have only a ``kind``.
+    - ``members``: the global ranks of a group that torch does not know, whose name is ``unit``.
+    - ``about``: the content, if it differs between calls.
+    - ``companion``: another group that the wait for the collective waits on; it is aborted with
+      this one.
     """
 
     kind: str
@@ -41,7 +46,6 @@ class CollectiveKey:
     group: dist.ProcessGroup | None
     members: tuple[int, ...] = ()
     about: str = ""
-    # Another group that the wait for the collective waits on; it is aborted with this one.
     companion: dist.ProcessGroup | None = field(default=None, compare=False)
 
     @property
@@ -61,7 +65,7 @@ class CollectiveKey:
         about = f" ({self.about})" if self.about else ""
         if not self.axis:
             return self.kind + about
-        unit = f"{'' if self.kind in _OF_TENSORS else 'unit '}'{self.unit or '(root)'}'"
+        unit = f"{'' if self.kind in _KINDS_OF_TENSORS else 'unit '}'{self.unit or '(root)'}'"
         return f"{self.kind} of {_DESCRIPTIONS.get(self.unit, unit)}{about} over axis '{self.axis}'"
 
     def __str__(self) -> str:

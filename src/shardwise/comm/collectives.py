@@ -1,4 +1,4 @@
-"""The collectives of the engine: which transport, and the few that both transports share."""
+"""Collectives of the engine: gathers and reductions by a transport, and small ones by torch."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -11,8 +11,9 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 
-# Its default arguments take hold of the world group where it is imported; dynamo does that in the
-# first optimizer step, and gloo's threads then outlive destroy_process_group and abort at exit.
+# Imported early for its side effect. Its default arguments keep a reference to the world group if
+# there is one at import. dynamo would import it in the first optimizer step; gloo's threads would
+# then outlive destroy_process_group and abort at exit.
 import torch.distributed.nn.functional
 
 from shardwise.comm import coalesced, point_to_point
@@ -47,7 +48,7 @@ def next_number() -> int:
 
 
 class Transport(Protocol):
-    """Makes gathers: one of the two modules, in place, or a user's own."""
+    """Interface of gathers: `point_to_point`, `coalesced`, or a user's own."""
 
     def start_all_gather(
         self, items: Sequence[GatherItem], axis: Axis, collective: CollectiveId, traffic: Traffic
@@ -56,7 +57,7 @@ class Transport(Protocol):
 
 
 class AllToAll(Protocol):
-    """An all-to-all of bytes, by either transport."""
+    """Interface of an all-to-all of bytes, which both transports have."""
 
     def __call__(
         self,
@@ -68,14 +69,14 @@ class AllToAll(Protocol):
         finish: Callable[[], None],
         keep: object,
     ) -> Pending:
-        """Send each rank its bytes, which lie in rank order, and receive this one's from each.
+        """Send each rank its bytes and receive bytes from each; both are in rank order.
 
-        A rank's own sizes are 0.
+        The sizes of a rank's bytes for itself are 0.
         """
 
 
 class UnitTransport(Transport, Protocol):
-    """Makes all collectives of units: `point_to_point` or `coalesced`."""
+    """Interface of all collectives of units: `point_to_point` or `coalesced`."""
 
     def start_reduce_scatter(
         self,
@@ -93,8 +94,12 @@ class UnitTransport(Transport, Protocol):
 class Comm:
     """The collectives over the axes of one sharded model, with counts of the bytes sent.
 
-    ``control`` carries small exchanges on a group apart from training's, which ``make_control``
-    makes when it is first asked for; without one, this rank stands for itself.
+    - ``traffic``: the bytes that this rank has sent, by axis and kind.
+    - ``number``: the number of the model, the same on all ranks; it separates message tags.
+    - ``control``: small exchanges on a separate group. ``make_control`` makes it at its first use;
+      the default is one rank without exchanges.
+    - ``before_next``: called once before the next collective of a unit. It returns a function to
+      call before the wait for that collective, see `Pending.wait_first`.
     """
 
     def __init__(
@@ -110,8 +115,7 @@ class Comm:
         self.time = time_of(device)
         self.traffic = Traffic()
         self.tracer = Tracer()
-        self.number = 0  # of the model, the same on all ranks
-        # Called before the next collective of a unit; returns what to call before its wait.
+        self.number = 0
         self.before_next: Callable[[CollectiveId], Callable[[], Exception | None]] | None = None
 
     @cached_property
@@ -119,8 +123,8 @@ class Comm:
         return {axis.name: _transport(axis, self.device) for axis in self.axes.all}
 
     @property
-    def _nearby_transport(self) -> UnitTransport:
-        """The transport among neighbours on the shard axis: the same as along all of it."""
+    def _secondary_transport(self) -> UnitTransport:
+        """The transport of gathers over a part of the shard axis, as of the whole axis."""
         return self._transports[self.axes.shard.name]
 
     @property
@@ -135,21 +139,24 @@ class Comm:
         return self._control
 
     def agree_on_number(self) -> None:
-        """Take rank 0's count of sharded models as this one's number, for `collective_id`."""
+        """Set the model's number for `collective_id`: rank 0's count of sharded models."""
         number = torch.tensor([next_number()], device=self.device)
         self.broadcast(number, CollectiveId("broadcast", "(number)", 0))
         self.number = int(number.item())
 
-    def refuse_failed(self, what: str) -> None:
-        """Refuse ``what`` where an earlier collective over one of the axes has failed."""
+    def refuse_failed(self, call: str) -> None:
+        """Refuse ``call`` if an earlier collective over one of the axes has failed.
+
+        **Raises** CollectiveError.
+        """
         for axis in self.axes.all:
-            FAILED_GROUPS.refuse(what, axis.group)
+            FAILED_GROUPS.refuse(call, axis.group)
 
     def collective_id(self, kind: str, unit: str, index: int) -> CollectiveId:
-        """Name a collective. Its index keeps messages of different units and models apart.
+        """Return the id of a collective. Its index differs by unit and model.
 
         A model that is dropped in the middle of a step leaves messages that no rank receives.
-        They must not be taken for those of the next model.
+        The next model must not receive them.
         """
         return CollectiveId(
             kind, unit, (self.number % _MODELS) * _UNITS_PER_MODEL + index % _UNITS_PER_MODEL
@@ -163,9 +170,11 @@ class Comm:
         transport: Transport | None = None,
     ) -> Pending:
         """Start gathering segments along ``axis``; the transport's docstring has the cost."""
-        by: Transport = transport or self._transports.get(axis.name) or self._nearby_transport
+        chosen: Transport = (
+            transport or self._transports.get(axis.name) or self._secondary_transport
+        )
         finish = self._begin(collective)
-        pending = by.start_all_gather(items, axis, collective, self.traffic)
+        pending = chosen.start_all_gather(items, axis, collective, self.traffic)
         return self._follow(pending, axis, collective, finish)
 
     def start_reduce_scatter(
@@ -173,16 +182,18 @@ class Comm:
     ) -> Pending:
         """Start reducing segments along ``axis``: sums in rank order, divided by ``divisor``.
 
-        If any part is encoded, all travel as bytes, by `codes`, which is not part of the core.
+        If any part is encoded, all parts are sent as bytes by `codes`, which is not in the core.
         """
-        by, asked = self._transports[axis.name], (items, axis, collective, self.traffic, divisor)
+        transport = self._transports[axis.name]
         finish = self._begin(collective)
         pending: Pending
         if any(coding is not None for item in items for coding in item.codings):
             codes = import_module("shardwise.codes.reduce")
-            pending = codes.start_reduce_scatter(*asked, by.start_all_to_all)
+            pending = codes.start_reduce_scatter(
+                items, axis, collective, self.traffic, divisor, transport.start_all_to_all
+            )
         else:
-            pending = by.start_reduce_scatter(*asked)
+            pending = transport.start_reduce_scatter(items, axis, collective, self.traffic, divisor)
         return self._follow(pending, axis, collective, finish)
 
     def _begin(self, collective: CollectiveId) -> Callable[[], Exception | None] | None:
@@ -217,8 +228,8 @@ class Comm:
     ) -> None:
         """Replace a flat buffer by its sum over ``axis``, divided by ``divisor``.
 
-        ``codings`` are (begin, end, how), ascending: elements that are encoded to be summed. The
-        sums travel as they are.
+        ``codings`` are (begin, end, coding), ascending: ranges of elements that are encoded when
+        they are sent to be summed. The sums are sent without encoding.
 
         **Cost** sends 2 x numel x (ranks - 1) / ranks; one share of temporary memory per peer.
         """
@@ -229,25 +240,26 @@ class Comm:
             padded = buffer.new_zeros(share * axis.size)
             padded[: buffer.numel()].copy_(buffer)
         out = buffer.new_empty(share)
-        cuts, at = list[tuple[int, int, Coding | None]](), 0
-        for begin, end, coding in (*codings, (padded.numel(), padded.numel(), None)):
-            cuts += [(at, begin, None)] if begin > at else []
-            cuts += [(begin, end, coding)] if end > begin else []
-            at = end
-        parts = tuple((begin, padded[begin:end]) for begin, end, _ in cuts)
-        item = ReduceItem(segment, parts, out, tuple(coding for _, _, coding in cuts))
+        ranges = _with_gaps(codings, padded.numel())
+        item = ReduceItem(
+            segment,
+            parts=tuple((begin, padded[begin:end]) for begin, end, _ in ranges),
+            out=out,
+            codings=tuple(coding for _, _, coding in ranges),
+        )
         self.start_reduce_scatter([item], axis, collective, divisor).wait()
         lo, hi = segment.bounds(axis.rank)
         padded[lo:hi].copy_(out[: hi - lo])
-        own = padded[axis.rank * share : (axis.rank + 1) * share]
-        self.start_all_gather([GatherItem(segment, own, padded, True)], axis, collective).wait()
+        source = padded[axis.rank * share : (axis.rank + 1) * share]
+        gather = GatherItem(segment, source, padded, in_place=True)
+        self.start_all_gather([gather], axis, collective).wait()
         if padded is not buffer:
             buffer.copy_(padded[: buffer.numel()])
 
     @property
     def sends_uneven(self) -> bool:
-        """Tell whether shares may differ in length, and so lie in place in any buffer."""
-        return all(t is point_to_point for t in self._transports.values())
+        """Tell whether shares may differ in length, so that buffers need no padding."""
+        return all(transport is point_to_point for transport in self._transports.values())
 
     def sum_in_rank_order(
         self, values: torch.Tensor, axis: Axis, collective: CollectiveId
@@ -264,17 +276,18 @@ class Comm:
     ) -> torch.Tensor:
         """Return the ranks' tensors of one shape, stacked in rank order.
 
-        On gloo a tensor is never taken for one of another name, shape or dtype: both ranks wait.
+        On gloo a rank never receives a tensor of another name, shape or dtype in place of the
+        expected one: both ranks wait.
         """
         if axis.size == 1:
             return values[None]
         self.traffic.add(f"{axis.name}.scalars", collective.unit, values.nbytes * (axis.size - 1))
-        here = values.to(self.device).contiguous()  # tensors on the host are sent from the device
-        rows = here.new_empty((axis.size, *here.shape))
+        local = values.to(self.device).contiguous()  # tensors on the host are sent from the device
+        rows = local.new_empty((axis.size, *local.shape))
         segment = even_segment(rows.numel(), axis.size)
-        item = GatherItem(segment, here.view(-1), rows.view(-1), False)
+        item = GatherItem(segment, local.view(-1), rows.view(-1), in_place=False)
         self._gather_small(
-            item, axis, collective, values, lambda: dist.all_gather(list(rows), here, axis.group)
+            item, axis, collective, values, lambda: dist.all_gather(list(rows), local, axis.group)
         )
         return rows.to(values.device)
 
@@ -286,10 +299,10 @@ class Comm:
         values: torch.Tensor,
         gather: Callable[[], object],
     ) -> None:
-        """Gather by ``gather``; on gloo by messages tagged by name, shape and dtype.
+        """Gather by ``gather``; on gloo by messages tagged with name, shape and dtype.
 
-        gloo's own collectives match by their order alone: tensors of one size would be taken for
-        each other, and with different sizes it aborts the process.
+        gloo matches its collectives by their order alone. If ranks gather different tensors, it
+        would mix up tensors of one size, and abort the process if the sizes differ.
         """
         with self.tracer.span("exchange", collective.unit):
             if _transport(axis, self.device) is point_to_point:
@@ -301,90 +314,100 @@ class Comm:
                 with blocking_collective(key_of(collective, axis)):
                     gather()
 
-    def from_owner(
+    def broadcast_from_owner(
         self, values: torch.Tensor, axis: Axis, owner: int, collective: CollectiveId
     ) -> torch.Tensor:
-        """Return a copy of what rank ``owner`` of ``axis`` has, on all of its ranks.
+        """Return a copy of the values of rank ``owner`` of ``axis``, on all ranks of the axis.
 
         Other ranks pass a tensor of the same shape and dtype.
         """
-        is_here = axis.rank == owner
-        sent = values.nbytes * (axis.size - 1) if is_here else 0
+        is_owner = axis.rank == owner
+        sent = values.nbytes * (axis.size - 1) if is_owner else 0
         self.traffic.add(f"{axis.name}.scalars", collective.unit, sent)
-        here = torch.empty_like(values, device=self.device)
-        if is_here:
-            here.copy_(values)
-        flat = here.view(-1)
-        item = GatherItem(Segment(flat.numel(), flat.numel(), 0, 0, owner), flat, flat, True)
+        copied = torch.empty_like(values, device=self.device)
+        if is_owner:
+            copied.copy_(values)
+        flat = copied.view(-1)
+        segment = Segment(flat.numel(), flat.numel(), full_offset=0, shard_offset=0, owner=owner)
         self._gather_small(
-            *(item, axis, collective, values),
-            lambda: dist.broadcast(here, group=axis.group, group_src=owner),
+            GatherItem(segment, flat, flat, in_place=True),
+            axis,
+            collective,
+            values,
+            lambda: dist.broadcast(copied, group=axis.group, group_src=owner),
         )
-        return here.to(values.device)
+        return copied.to(values.device)
 
-    def hand_over(
+    def gather_to(
         self,
-        own: torch.Tensor,
-        places: Sequence[torch.Tensor],
-        takers: Collection[int],
+        local: torch.Tensor,
+        outputs: Sequence[torch.Tensor],
+        receivers: Collection[int],
         axis: Axis,
         collective: CollectiveId,
         source: int | None = None,
     ) -> None:
-        """Send this rank's elements to the ``takers`` along ``axis``, which receive all ranks'.
+        """Gather the elements of all ranks along ``axis`` on the ranks ``receivers``.
 
-        **Shapes** ``own`` is flat and contiguous, perhaps empty. On takers ``places[r]`` is as long
-        as rank r's, and is written. ``source``: the only rank that has elements, if it is known.
+        **Shapes** ``local`` is flat and contiguous, perhaps empty. On receivers ``outputs[r]`` has
+        the length of rank r's elements, and is written. ``source``: the only rank that has
+        elements, if it is known.
 
-        **Cost** sends ``own`` to each other taker; a broadcast if one rank has all and all take.
+        **Cost** sends ``local`` to each other receiver; a broadcast if one rank has all elements
+        and all ranks receive.
         """
-        me, others = axis.rank, [rank for rank in takers if rank != axis.rank]
-        self.traffic.add(f"{axis.name}.stream", collective.unit, own.nbytes * len(others))
+        rank = axis.rank
+        others = [receiver for receiver in receivers if receiver != rank]
+        self.traffic.add(f"{axis.name}.stream", collective.unit, local.nbytes * len(others))
         with (
             self.tracer.span("exchange", collective.unit),
             blocking_collective(key_of(collective, axis)),
         ):
-            if source is not None and len(takers) == axis.size > 1:
-                sent = own if me == source else places[source]
+            if source is not None and len(receivers) == axis.size > 1:
+                sent = local if rank == source else outputs[source]
                 dist.broadcast(sent, group=axis.group, group_src=source)
             else:
-                works: list[dist.P2POp] = []
+                messages: list[dist.P2POp] = []
                 for step in range(1, axis.size):
-                    to, sender = (me + step) % axis.size, (me - step) % axis.size
-                    if me in takers and places[sender].numel():
-                        arrives = places[sender]
-                        works.append(
-                            dist.P2POp(dist.irecv, arrives, group=axis.group, group_peer=sender)
+                    receiver = (rank + step) % axis.size
+                    sender = (rank - step) % axis.size
+                    if rank in receivers and outputs[sender].numel():
+                        messages.append(
+                            dist.P2POp(
+                                dist.irecv, outputs[sender], group=axis.group, group_peer=sender
+                            )
                         )
-                    if to in others and own.numel():
-                        works.append(dist.P2POp(dist.isend, own, group=axis.group, group_peer=to))
-                for work in dist.batch_isend_irecv(works) if works else []:
+                    if receiver in others and local.numel():
+                        messages.append(
+                            dist.P2POp(dist.isend, local, group=axis.group, group_peer=receiver)
+                        )
+                for work in dist.batch_isend_irecv(messages) if messages else []:
                     work.wait()
-        if me in takers and own.numel():
-            places[me].copy_(own)
+        if rank in receivers and local.numel():
+            outputs[rank].copy_(local)
 
     def exchange_with(
-        self, peers: Sequence[int], mine: torch.Tensor, axis: Axis, name: str
+        self, peers: Sequence[int], tensor: torch.Tensor, axis: Axis, name: str
     ) -> dict[int, torch.Tensor]:
-        """Return each peer's tensor, of the shape of ``mine``, by its rank along ``axis``.
+        """Return each peer's tensor, of the shape of ``tensor``, by its rank along ``axis``.
 
-        Each of them calls it with the others as peers: pipeline stages that share a parameter.
+        Pipeline stages that share a parameter call it, each with the others as peers.
 
-        **Cost** sends ``mine`` to each peer.
+        **Cost** sends ``tensor`` to each peer.
         """
-        here = mine.to(self.device).contiguous()  # tensors on the host are sent from the device
-        received = {peer: torch.empty_like(here) for peer in peers}
-        self.traffic.add(f"{axis.name}.tied", name, here.nbytes * len(received))
-        if here.numel() and received:
+        local = tensor.to(self.device).contiguous()  # tensors on the host are sent from the device
+        received = {peer: torch.empty_like(local) for peer in peers}
+        self.traffic.add(f"{axis.name}.tied", name, local.nbytes * len(received))
+        if local.numel() and received:
             messages = []
-            for peer, tensor in received.items():
+            for peer, output in received.items():
                 other = dist.get_global_rank(axis.group, peer)
-                messages.append(dist.P2POp(dist.irecv, tensor, other, axis.group, _TIED_TAG))
-                messages.append(dist.P2POp(dist.isend, here, other, axis.group, _TIED_TAG))
+                messages.append(dist.P2POp(dist.irecv, output, other, axis.group, _TIED_TAG))
+                messages.append(dist.P2POp(dist.isend, local, other, axis.group, _TIED_TAG))
             with blocking_collective(key_of(CollectiveId("exchange", name, 0), axis)):
                 for work in dist.batch_isend_irecv(messages):
                     work.wait()
-        return {peer: tensor.to(mine.device) for peer, tensor in received.items()}
+        return {peer: output.to(tensor.device) for peer, output in received.items()}
 
     def broadcast(
         self,
@@ -393,9 +416,9 @@ class Comm:
         source: int = 0,
         also: Sequence[Axis] = (),
     ) -> None:
-        """Overwrite ``tensor`` by that of rank ``source`` of the shard axis, first replica.
+        """Overwrite ``tensor`` by the tensor of rank ``source`` of the shard axis, first replica.
 
-        With further axes, by that of their first rank.
+        ``also``: further axes, over which the first rank's tensor is taken.
         """
         bits = _BITS_OF.get(tensor.itemsize, tensor.dtype)
         sent = tensor if tensor.dtype == bits else tensor.detach().view(bits)
@@ -407,13 +430,30 @@ class Comm:
 
 
 def make_comm(axes: DataAxes, device: torch.device) -> Comm:
-    """Return the collectives over axes whose ranks all call this; ``control`` is made when asked.
+    """Return the collectives over axes; all of their ranks must call it.
 
     **Cost** one small broadcast.
     """
-    made = Comm(axes, device, lambda: control_over(axes))
-    made.agree_on_number()
-    return made
+    comm = Comm(axes, device, lambda: control_over(axes))
+    comm.agree_on_number()
+    return comm
+
+
+def _with_gaps(
+    codings: Sequence[tuple[int, int, Coding]], numel: int
+) -> list[tuple[int, int, Coding | None]]:
+    """Return ranges that cover all elements: those with a coding, and the gaps between them."""
+    ranges: list[tuple[int, int, Coding | None]] = []
+    end_before = 0
+    for begin, end, coding in codings:
+        if begin > end_before:
+            ranges.append((end_before, begin, None))
+        if end > begin:
+            ranges.append((begin, end, coding))
+        end_before = end
+    if numel > end_before:
+        ranges.append((end_before, numel, None))
+    return ranges
 
 
 def _transport(axis: Axis, device: torch.device) -> UnitTransport:
@@ -428,7 +468,7 @@ def _transport(axis: Axis, device: torch.device) -> UnitTransport:
 def all_reduce_scalars(
     values: Sequence[float], group: dist.ProcessGroup | None = None
 ) -> list[float]:
-    """Return the sums of a few numbers over the ranks of ``group``, in float64."""
+    """Return the sums of some numbers over the ranks of ``group``, in float64."""
     group = group or dist.group.WORLD
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     is_gloo = accelerator is None or "gloo" in str(dist.get_backend(group))

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from shardwise.comm.collective_key import CollectiveKey, name_ranks
 from shardwise.comm.listener import WAITS
-from shardwise.comm.pending import Flight, blocking_collective, collective_errors
+from shardwise.comm.pending import MessagesInFlight, blocking_collective, collective_errors
 from shardwise.comm.process_groups import FAILED_GROUPS, abort, fail, usual_reason
 from shardwise.errors import CollectiveError
 from shardwise.mesh import DataAxes
@@ -53,7 +53,7 @@ class Control(Protocol):
     def exchange(self, row: bytes, about: str = "") -> list[bytes]:
         """Return every rank's row in rank order; rows have one length on all ranks.
 
-        ``about`` is the same on all ranks too, and stands in the error of a rank that waits alone.
+        ``about`` is the same on all ranks, too. The error of a rank that waits alone contains it.
         """
 
     def exchange_after(self, work: Callable[[], bytes], row_bytes: int) -> list[bytes]:
@@ -140,8 +140,9 @@ class GroupControl:
     def exchange(self, row: bytes, about: str = "") -> list[bytes]:
         """Return every rank's row in rank order.
 
-        Each rank sends its row to each, so a missing row names its rank. Messages of another
-        length, or about something else, are never taken for these: both ranks wait, and raise.
+        Each rank sends its row to all others, so a missing row shows which rank is missing. A
+        message of another length or ``about`` is never received in its place: both ranks wait, and
+        raise.
 
         **Cost** sends and receives ranks - 1 messages of a byte more than the row.
 
@@ -149,9 +150,10 @@ class GroupControl:
         """
         if not row:
             return [row] * self.num_ranks
-        mine = torch.frombuffer(bytearray(b"\x01" + row), dtype=torch.uint8)
-        rows = torch.zeros((self.num_ranks, len(mine)), dtype=torch.uint8, device="cpu")
-        rows[self.rank] = mine
+        # The first byte is 1, so that a row which was received differs from one which was not.
+        sent = torch.frombuffer(bytearray(b"\x01" + row), dtype=torch.uint8)
+        rows = torch.zeros((self.num_ranks, len(sent)), dtype=torch.uint8, device="cpu")
+        rows[self.rank] = sent
         others = [rank for rank in range(self.num_ranks) if rank != self.rank]
         tag = crc32(f"{len(row)} {about}".encode()) & _TAGS
         key = replace(self._key, index=len(row), about=about)
@@ -163,11 +165,11 @@ class GroupControl:
 
         with _agreement(key, describe_lost):
             receives = [self._group.recv([rows[rank]], rank, tag) for rank in others]
-            sends = [self._group.send([mine], rank, tag) for rank in others]
+            sends = [self._group.send([sent], rank, tag) for rank in others]
             for work in (*receives, *sends):
                 left_s = self._timeout_s - (time.monotonic() - began_s)
                 work.wait(timedelta(seconds=max(left_s, 0.01)))
-        return [each.tobytes() for each in rows[:, 1:].numpy()]
+        return [received.tobytes() for received in rows[:, 1:].numpy()]
 
     def break_off(self) -> None:
         """Make waits raise, see Note [Aborting a group]."""
@@ -177,14 +179,15 @@ class GroupControl:
     def _describe_lost(
         self, key: CollectiveKey, missing: list[int], waited_s: float, error: Exception
     ) -> str:
-        who = name_ranks([self.members[n] for n in missing]) if missing else "another rank"
-        late = waited_s > 0.9 * self._timeout_s
-        why = f" within {self._timeout_s:g} s" if late else f": {usual_reason(error)}"
-        reason = f"{who} did not come{why}"
+        """Return the text about ranks whose rows were not received."""
+        ranks = name_ranks([self.members[n] for n in missing]) if missing else "another rank"
+        is_late = waited_s > 0.9 * self._timeout_s
+        detail = f" within {self._timeout_s:g} s" if is_late else f": {usual_reason(error)}"
+        reason = f"{ranks} did not come{detail}"
         cause = fail(key, reason)
-        if cause == reason and late:  # no rank was heard
+        if cause == reason and is_late:  # the listener knows nothing of the ranks
             return f"{reason}: stopped, dead, or elsewhere. Every rank must make this call"
-        return cause if cause.startswith(reason) else f"{who} did not come: {cause}"
+        return cause if cause.startswith(reason) else f"{ranks} did not come: {cause}"
 
     def exchange_after(self, work: Callable[[], bytes], row_bytes: int) -> list[bytes]:
         """Do work that may take long, then exchange the row of ``row_bytes`` that it returns.
@@ -234,7 +237,7 @@ class GroupControl:
         with collective_errors(replace(self._key, about=about)):
             works += [self._group.recv([rows[n]], peer, tag) for n, peer in enumerate(peers)]
             works += [self._group.send([mine], peer, tag) for peer in peers]
-        flight = Flight(works, (mine, rows))
+        flight = MessagesInFlight(works, (mine, rows))
 
         def finish() -> dict[int, bytes]:
             flight.wait()
@@ -295,12 +298,12 @@ class _agreement(blocking_collective):  # noqa: N801 - reads as a statement
 
 
 @contextmanager
-def naming(what: str) -> Iterator[None]:
-    """Begin the text of a CollectiveError with ``what``."""
+def naming(call: str) -> Iterator[None]:
+    """Begin the text of a CollectiveError with ``call``."""
     try:
         yield
     except CollectiveError as error:
-        raise CollectiveError(f"{what}: {error}") from error
+        raise CollectiveError(f"{call}: {error}") from error
 
 
 def open_group(store: dist.Store, ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup:
@@ -332,10 +335,10 @@ def control_over(axes: DataAxes, ranks: Sequence[int] | None = None) -> Control:
 
     ``ranks``: over more than the mesh, which these are.
 
-    Torch does not know this group: it ends with the last reference to it, and its name, which
-    ranks find each other by, does not depend on which other groups a rank is in. Two threads must
-    not share one. Each rank of a fake process group stands for itself. It waits for a rank as long
-    as the groups of the mesh do, see Note [How long a rank may be silent].
+    Torch does not know this group: it ends with the last reference to it. Ranks find each other by
+    its name, which does not depend on other groups of a rank. Two threads must not share one. A
+    rank of a fake process group gets a `SoloControl`. The group waits for a rank as long as the
+    groups of the mesh do, see Note [How long a rank may be silent].
 
     **Cost** one gloo group for more than one rank.
 

@@ -1,4 +1,4 @@
-"""Collectives on activations, which autograd goes through: parts of sequences, experts' tokens."""
+"""Differentiable collectives on activations: parts of sequences, tokens of experts."""
 
 import copy
 from collections.abc import Sequence
@@ -20,20 +20,20 @@ _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 class Exchange:
     """Collectives of one axis in forward, and those of their gradients in backward.
 
-    A module keeps it as an attribute, so that `stats()` counts its `traffic`.
-    ``name`` is the content, in parentheses, for errors. ``alike`` is over the ranks that have the
-    same rows to send, if there are several; both count together.
+    A module keeps it as an attribute, so that `stats()` counts its `traffic`. ``name`` describes
+    the content for errors, in parentheses. ``replicas`` is the exchange over the ranks that have
+    the same rows to send, if there are several; both count in one `traffic`.
     """
 
-    def __init__(self, axis: Axis, name: str, alike: "Exchange | None" = None) -> None:
+    def __init__(self, axis: Axis, name: str, replicas: "Exchange | None" = None) -> None:
         self.axis = axis
         self.name = name
-        self.alike = alike
-        self.traffic: Traffic = Traffic() if alike is None else alike.traffic
+        self.replicas = replicas
+        self.traffic: Traffic = Traffic() if replicas is None else replicas.traffic
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return one of the same ranks for a copy of the module, with separate counts."""
-        return type(self)(self.axis, self.name, copy.deepcopy(self.alike, memo))
+        """Return an exchange over the same ranks for a copy of the module, with its own counts."""
+        return type(self)(self.axis, self.name, copy.deepcopy(self.replicas, memo))
 
     def all_gather(self, part: Tensor) -> Tensor:
         """Return all ranks' parts, which have one shape, stacked in rank order.
@@ -48,7 +48,7 @@ class Exchange:
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """Send ``sent[r]`` rows to each rank r, in this order; return what all sent to this one.
 
-        **Cost** sends all rows but this rank's own; the gradient goes the way back.
+        **Cost** sends all rows that are for other ranks; the gradient takes the reverse path.
         """
         if self.axis.size == 1:
             return rows
@@ -62,7 +62,7 @@ class Exchange:
         """
         if self.axis.size == 1:
             return whole
-        part: Tensor = _Part.apply(whole, self)
+        part: Tensor = _TakeShare.apply(whole, self)
         return part
 
     def whole(self, part: Tensor, num_rows: int) -> Tensor:
@@ -72,7 +72,7 @@ class Exchange:
         """
         if self.axis.size == 1:
             return part
-        whole: Tensor = _Whole.apply(part, self, num_rows)
+        whole: Tensor = _JoinShares.apply(part, self, num_rows)
         return whole
 
     @torch.no_grad()
@@ -87,7 +87,7 @@ class Exchange:
         return total
 
     def _share(self, num_rows: int) -> tuple[int, slice]:
-        """Return how many rows a rank has at most, and which are this one's."""
+        """Return the largest number of rows of a rank, and the slice of this rank's rows."""
         share = -(-num_rows // self.axis.size)
         return share, slice(share * self.axis.rank, share * (self.axis.rank + 1))
 
@@ -145,7 +145,9 @@ class _AllToAll(torch.autograd.Function):
     def forward(
         ctx: Any, rows: Tensor, exchange: Exchange, sent: Sequence[int], received: Sequence[int]
     ) -> Tensor:
-        ctx.exchange, ctx.sent, ctx.received = exchange, sent, received
+        ctx.exchange = exchange
+        ctx.sent = sent
+        ctx.received = received
         return exchange._swap(rows, sent, received)
 
     @staticmethod
@@ -154,12 +156,13 @@ class _AllToAll(torch.autograd.Function):
         return ctx.exchange._swap(grad, ctx.received, ctx.sent), None, None, None
 
 
-class _Part(torch.autograd.Function):
+class _TakeShare(torch.autograd.Function):
     """This rank's share of equal rows; backward gathers each rank's gradient of its share."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, exchange: Exchange) -> Tensor:
-        ctx.exchange, ctx.num_rows = exchange, len(whole)
+        ctx.exchange = exchange
+        ctx.num_rows = len(whole)
         return whole[exchange._share(len(whole))[1]].clone()
 
     @staticmethod
@@ -168,15 +171,15 @@ class _Part(torch.autograd.Function):
         return ctx.exchange._joined(grad, ctx.num_rows), None
 
 
-class _Whole(torch.autograd.Function):
+class _JoinShares(torch.autograd.Function):
     """All ranks' rows; backward takes this rank's share of the gradient, equal on all ranks."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, exchange: Exchange, num_rows: int) -> Tensor:
-        ctx.own = exchange._share(num_rows)[1]
+        _, ctx.share = exchange._share(num_rows)
         return exchange._joined(part, num_rows)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad[ctx.own].contiguous(), None, None
+        return grad[ctx.share].contiguous(), None, None

@@ -1,8 +1,8 @@
-"""The seam at which a listener hears of this process's collectives; imports no torch.
+"""Interface of a listener to the collectives of this process; imports no torch.
 
-A process waits in one call at a time, whichever model the call is for. So the listener, and the
-time that a wait may last, belong to the process, as its process groups do. `hangs` attaches the
-listener that finds missing ranks. Without it collectives run the same, and errors say less.
+A process waits in one call at a time, whichever model the call is for. So the listener and the time
+limit of waits belong to the process, as its process groups do. `hangs` attaches a listener that
+finds missing ranks. Without it collectives run the same, and errors contain less.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _MIN_LIMIT_S = 4.0  # a few looks of the watch
 
 
 class Listener:
-    """Hears of collectives from the threads that make them; this one does nothing."""
+    """Is called by threads that make collectives; this base class does nothing."""
 
     def start(self) -> None:
         """Begin work in the background, if it has not begun."""
 
     def begin(self, key: CollectiveKey) -> int:
-        """Count a collective that begins; return its number among those of its key."""
+        """Count a collective that begins; return its number among collectives with its key."""
         return 0
 
     def launch(self, key: CollectiveKey, number: int, works: Sequence[Work]) -> None:
@@ -47,7 +47,7 @@ class Listener:
         return reason
 
     def report_failure(self, text: str) -> None:
-        """Tell ranks that wait for this one, or will, that it raises; called before it does."""
+        """Report to ranks that wait for this one, now or later, that it is about to raise."""
 
 
 class ProcessWaits:

@@ -1,4 +1,4 @@
-"""Values of both transports: segments to gather or reduce, work in flight, errors of it."""
+"""Items, work in flight and errors of collectives, for both transports."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ from shardwise.trace import Recorder
 class CollectiveId:
     """A collective of a unit: its kind, the unit, and the unit's index (for message tags).
 
-    ``about`` describes the content where it differs between calls.
+    ``about`` describes the content, if it differs between calls.
     """
 
     kind: str
@@ -33,9 +33,10 @@ class CollectiveId:
 
 
 class GatherItem(NamedTuple):
-    """All-gather of one segment into ``full`` (exactly the segment's shares, flat).
+    """All-gather of one segment.
 
-    ``source`` is exactly this rank's share, flat; it may be its own place inside ``full``.
+    ``full`` is flat and has all shares of the segment; ``source`` is flat and has this rank's
+    share. ``in_place``: ``source`` is this rank's share inside ``full``.
     """
 
     segment: Segment
@@ -45,11 +46,13 @@ class GatherItem(NamedTuple):
 
 
 class ReduceItem(NamedTuple):
-    """Reduce-scatter of one segment: ``out`` (this rank's share) becomes the mean over ranks.
+    """Reduce-scatter of one segment.
 
-    ``parts`` are (offset in the segment, flat tensor); elements that no part covers are undefined.
-    ``codings`` say how each part is encoded on the wire; empty: none is. ``counts``: the elements
-    are counts of ranks, not gradients.
+    - ``parts``: this rank's addends as (offset in the segment, flat tensor). Elements of the result
+      that no part covers are undefined.
+    - ``out``: flat; this rank's share of the result.
+    - ``codings``: the coding of each part in messages; empty if none is encoded.
+    - ``counts``: the elements are counts of ranks, not gradients.
     """
 
     segment: Segment
@@ -59,22 +62,24 @@ class ReduceItem(NamedTuple):
     counts: bool = False
 
 
-# Works that were dropped before their wait (a model that is deleted with reductions in flight).
-# Their buffers must stay: if one is freed, gloo stops reading from that peer for good.
+# Works that were dropped before their wait, as a model was deleted with reductions in flight.
+# Their buffers must stay allocated: if one is freed, gloo never reads from that peer again.
 _abandoned: list[object] = []
 
 
-class Flight:
-    """Messages in flight with the memory that they use, kept until they have ended."""
+class MessagesInFlight:
+    """Messages in flight with the memory that they use, which is kept until they have ended."""
 
     def __init__(self, works: Sequence[dist.Work], memory: object) -> None:
-        self._works, self._memory = works, memory
+        self._works = works
+        self._memory = memory
 
     def wait(self) -> None:
         """Wait until all have ended."""
         for work in self._works:
             work.wait()
-        self._works, self._memory = (), None
+        self._works = ()
+        self._memory = None
 
     def __del__(self) -> None:
         if self._works:
@@ -82,13 +87,24 @@ class Flight:
 
 
 class Pending:
-    """Work in flight, collectives or copies, with the memory that it needs; ``wait`` once."""
+    """Work in flight, collectives or copies, with the memory that it needs; ``wait`` once.
+
+    It is either the works of one collective, or copies between host and device (`of_copies`).
+    """
 
     __slots__ = (
-        *("_copies", "_finish", "_first", "_keep", "_key", "_number", "_over", "_peers"),
+        "_copies",
+        "_end_span",
+        "_finish",
+        "_keep",
+        "_key",
+        "_number",
+        "_peers",
         "_recorder",
+        "_wait_before",
         "_works",
     )
+    _works: Sequence[dist.Work]
 
     def __init__(
         self,
@@ -98,43 +114,58 @@ class Pending:
         keep: object = None,
         peers: Sequence[int] = (),
     ) -> None:
-        """``peers`` are the ranks in the group that each work exchanges with, if they are known."""
+        """Begin to report a collective to the listener.
+
+        ``finish`` is called after the wait. ``keep`` is memory that is kept until then. ``peers``
+        are the ranks in the group with which each work exchanges, if they are known.
+        """
+        self._init_without_works(finish, keep, peers)
         self._key = key
-        self._peers = peers
-        self._recorder: Recorder | None = None
-        self._copies: tuple[Event, ...] = ()
-        self._works: Sequence[dist.Work] = ()
-        self._over: Callable[[], None] | None = None
-        self._first: Callable[[], Exception | None] | None = None
         self._number = WAITS.listener.begin(key) if works else 0
         self._works = works
-        self._finish = finish
-        self._keep = keep
         if works and not peers:
             WAITS.listener.launch(key, self._number, works)
 
+    def _init_without_works(
+        self, finish: Callable[[], None] | None, keep: object, peers: Sequence[int]
+    ) -> None:
+        # ``__del__`` reads the first two, also if the listener raises in ``__init__``.
+        self._works = ()
+        self._copies: tuple[Event, ...] = ()
+        self._peers = peers
+        self._finish = finish
+        self._keep = keep
+        self._recorder: Recorder | None = None
+        self._end_span: Callable[[], None] | None = None  # ends the recorder's span of the work
+        self._wait_before: Callable[[], Exception | None] | None = None  # see `wait_first`
+
     @classmethod
     def of_copies(cls, *copies: Event, keep: object = None) -> "Pending":
-        """Return copies between host and device: ``wait`` blocks until these have happened."""
-        made = cls.__new__(cls)
-        made._copies, made._works, made._finish, made._keep = copies, (), None, keep
-        made._over, made._peers, made._recorder, made._first = None, (), None, None
-        return made
+        """Return copies between host and device: ``wait`` blocks until the events have happened."""
+        pending = cls.__new__(cls)
+        pending._init_without_works(finish=None, keep=keep, peers=())
+        pending._copies = copies
+        return pending
 
     def wait_first(
         self, finish: Callable[[], Exception | None], group: dist.ProcessGroup | None
     ) -> None:
-        """Call ``finish``, which waits for messages of these ranks on ``group``, before the wait.
+        """Call ``finish`` before the wait; it waits for messages of the same ranks on ``group``.
 
-        An error that it returns is raised after the wait; one that it raises, at once.
+        An error that ``finish`` returns is raised after the wait. An error that it raises is not
+        caught.
         """
-        self._first, self._key = finish, replace(self._key, companion=group)
+        self._wait_before = finish
+        self._key = replace(self._key, companion=group)
 
     def follow(self, recorder: Recorder, line: str, unit: str, num_bytes: int) -> None:
-        """Report this work to a recorder, and its end: on the CPU, the end of its wait."""
+        """Report the begin and the end of this work to a recorder.
+
+        On the CPU the end is the end of the wait.
+        """
         if self._works:
             self._recorder = recorder
-            self._over = recorder.begin(line, unit, num_bytes, self._works)
+            self._end_span = recorder.begin(line, unit, num_bytes, self._works)
 
     @property
     def holds(self) -> object:
@@ -150,24 +181,31 @@ class Pending:
             copy.wait()
         if self._works:
             with collective_wait(self._key, self._number):
-                error = None if self._first is None else self._first()
+                error = None if self._wait_before is None else self._wait_before()
                 if self._recorder is not None and self._peers:
-                    self._wait_for_each(self._recorder)
+                    self._wait_by_peer(self._recorder)
                 else:
                     for work in self._works:
                         work.wait()
             if error is not None:
                 self._works = ()
                 raise error
-        if self._over is not None:
-            self._over()
+        if self._end_span is not None:
+            self._end_span()
         if self._finish is not None:
             self._finish()
-        self._copies, self._works, self._finish, self._keep = (), (), None, None
-        self._over = self._first = None
+        self._copies = ()
+        self._works = ()
+        self._finish = None
+        self._keep = None
+        self._end_span = None
+        self._wait_before = None
 
-    def _wait_for_each(self, recorder: Recorder) -> None:
-        """Wait, and report the seconds by peer; the first hides others that are as late."""
+    def _wait_by_peer(self, recorder: Recorder) -> None:
+        """Wait, and report the seconds by peer.
+
+        Waits are in sequence: the first late peer hides others that are late by as much.
+        """
         seconds = dict.fromkeys(self._peers, 0.0)
         before = time.perf_counter()
         for peer, work in zip(self._peers, self._works, strict=True):
@@ -179,7 +217,7 @@ class Pending:
             recorder.wait_for(self._key.group, peer, waited)
 
     def __del__(self) -> None:
-        for copy in self._copies:  # they end soon, and use the memory until then
+        for copy in self._copies:  # they use the memory until they end, which is soon
             copy.wait()
         if self._works:
             _abandoned.append(self._works)
@@ -187,8 +225,14 @@ class Pending:
 
 def key_of(collective: CollectiveId, axis: Axis) -> CollectiveKey:
     """Return the key of a collective over an axis, for its start and its wait."""
-    where = collective.kind, collective.unit, collective.index, axis.name, axis.group
-    return CollectiveKey(*where, about=collective.about)
+    return CollectiveKey(
+        collective.kind,
+        collective.unit,
+        collective.index,
+        axis.name,
+        axis.group,
+        about=collective.about,
+    )
 
 
 class collective_errors:  # noqa: N801 - reads as a statement
@@ -211,13 +255,13 @@ class collective_errors:  # noqa: N801 - reads as a statement
         raise CollectiveError(f"rank {dist.get_rank()}: {self.describe(error)}") from error
 
     def describe(self, error: RuntimeError) -> str:
-        """Note that the group has failed; return the message about it."""
+        """Record that the group has failed; return the text of the error."""
         cause = fail(self._key, usual_reason(error))
         return f"{self._key.text} ({len(self._key.ranks)} ranks) failed: {cause}"
 
 
 class collective_wait(collective_errors):  # noqa: N801 - reads as a statement
-    """Wait inside for a collective that was begun earlier; ``number`` is the listener's."""
+    """Wait inside for a collective that was begun earlier; ``number`` is from the listener."""
 
     __slots__ = ("_number",)
 

@@ -1,12 +1,12 @@
 """All-gather and reduce-scatter by sends and receives straight into place; for gloo.
 
 Note [Why not gloo's own collectives]
-On gloo, reduce-scatter is an all-reduce and a copy (pytorch#149869), and all-gather stages through
+On gloo, reduce-scatter is an all-reduce and a copy (pytorch#149869), and all-gather copies through
 separate buffers: at 64 MB both take 4 to 6 times as long as the same bytes sent point to point
 into their destination. ``benchmarks/collectives.py`` measures it. Above 16 MB a message is sent in
-pieces, since gloo's buffers for larger ones are allocated anew each time. Small tensors for one
-peer travel as one message. Sums run in rank order, so the result does not depend on timing, on
-the stage, or on the rank that computes it.
+pieces, because gloo allocates new buffers for each larger message. Small tensors for one peer are
+sent as one message. Sums are in rank order, so the result does not depend on timing, on the stage,
+or on the rank that computes it.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,10 +25,10 @@ from shardwise.comm.pending import (
 )
 from shardwise.comm.shares import (
     BLOCK_NUMEL,
-    gathered_together,
     is_small,
-    lands_in_mean,
     owned_ranges,
+    packed_segments,
+    receives_into_mean,
 )
 from shardwise.mesh import Axis
 from shardwise.trace import Traffic
@@ -40,18 +40,21 @@ _TAG_OF_KIND = {"all_gather": 0, "reduce_scatter": 1, "all_reduce": 2, "gather":
 
 @dataclass
 class _Messages:
-    """Messages between this rank and its peers along one axis, all in flight at once."""
+    """Messages between this rank and its peers along one axis, all in flight at once.
+
+    ``peers`` has the peer of each work. ``num_messages`` counts by (peer, is sent).
+    """
 
     collective: CollectiveId
     axis: Axis
     works: list[dist.Work] = field(default_factory=list)
-    peers: list[int] = field(default_factory=list)  # of each work
+    peers: list[int] = field(default_factory=list)
     sent_bytes: int = 0
-    tags: dict[tuple[int, bool], int] = field(default_factory=dict)
+    num_messages: dict[tuple[int, bool], int] = field(default_factory=dict)
 
-    def _next_tag(self, peer: int, sending: bool) -> int:
-        count = self.tags.get((peer, sending), 0)
-        self.tags[peer, sending] = count + 1
+    def _next_tag(self, peer: int, *, is_sent: bool) -> int:
+        count = self.num_messages.get((peer, is_sent), 0)
+        self.num_messages[peer, is_sent] = count + 1
         count %= _TAGS_PER_COLLECTIVE  # equal tags match in the order in which they were sent
         kind = _TAG_OF_KIND[self.collective.kind]
         return (self.collective.index * len(_TAG_OF_KIND) + kind) * _TAGS_PER_COLLECTIVE + count
@@ -59,18 +62,19 @@ class _Messages:
     def send(self, peer: int, tensor: torch.Tensor) -> None:
         for piece in _pieces(tensor):
             self.sent_bytes += piece.nbytes
-            tag = self._next_tag(peer, True)
+            tag = self._next_tag(peer, is_sent=True)
             self.works.append(self.axis.group.send([piece], peer, tag))
             self.peers.append(peer)
 
     def receive(self, peer: int, tensor: torch.Tensor) -> None:
         for piece in _pieces(tensor):
-            tag = self._next_tag(peer, False)
+            tag = self._next_tag(peer, is_sent=False)
             self.works.append(self.axis.group.recv([piece], peer, tag))
             self.peers.append(peer)
 
 
 def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Return the pieces in which a tensor is sent; an empty tensor has none."""
     if tensor.nbytes <= PIECE_BYTES:
         return (tensor,) if tensor.numel() else ()
     return tensor.split(PIECE_BYTES // tensor.element_size())
@@ -83,48 +87,58 @@ def _as_bytes(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def start_all_gather(
     items: Sequence[GatherItem], axis: Axis, collective: CollectiveId, traffic: Traffic
 ) -> Pending:
-    """Send this rank's shares to every peer, receive theirs into place.
+    """Send this rank's shares to every peer, and receive the peers' shares into ``full``.
 
-    **Cost** (ranks - 1) x the share, padding not sent; no buffer but for small segments.
+    **Cost** (ranks - 1) x the share, padding not sent; buffers for small segments only.
     """
-    exchange = _Messages(collective, axis)
-    me = axis.rank
-    together = gathered_together([i.segment.shard_numel * i.full.element_size() for i in items])
-    small = [items[number] for number in together]
-    large = [item for number, item in enumerate(items) if number not in together]
+    messages = _Messages(collective, axis)
+    rank = axis.rank
+    share_bytes = [item.segment.shard_numel * item.full.element_size() for item in items]
+    packed_numbers = packed_segments(share_bytes)
+    small = [items[number] for number in packed_numbers]
+    large = [item for number, item in enumerate(items) if number not in packed_numbers]
     for item in items:
-        lo, hi = item.segment.bounds(me)
+        lo, hi = item.segment.bounds(rank)
         if not item.in_place and hi > lo:
             item.full[lo:hi].copy_(item.source[: hi - lo])
-    mine = _as_bytes([i.source[: _length(i, me)] for i in small])
-    packed = torch.cat(mine) if mine else None
+    packed: torch.Tensor | None = None
+    if small:
+        packed = torch.cat(_as_bytes([item.source[: _length(item, rank)] for item in small]))
     stagings: list[tuple[list[torch.Tensor], torch.Tensor]] = []
     key = key_of(collective, axis)
     with collective_errors(key):
         for step in range(1, axis.size):
-            to, frm = (me + step) % axis.size, (me - step) % axis.size
+            receiver, sender = (rank + step) % axis.size, (rank - step) % axis.size
             for item in large:
-                lo, hi = item.segment.bounds(frm)
-                exchange.receive(frm, item.full[lo:hi])
-                exchange.send(to, item.source[: _length(item, me)])
+                lo, hi = item.segment.bounds(sender)
+                messages.receive(sender, item.full[lo:hi])
+                messages.send(receiver, item.source[: _length(item, rank)])
             if packed is not None:
-                into = _as_bytes([i.full[slice(*i.segment.bounds(frm))] for i in small])
-                staging = packed.new_empty(sum(t.numel() for t in into))
-                exchange.receive(frm, staging)
-                exchange.send(to, packed)
-                stagings.append((into, staging))
-    traffic.add(f"{axis.name}.{collective.kind}", collective.unit, exchange.sent_bytes)
+                shares = [item.full[slice(*item.segment.bounds(sender))] for item in small]
+                targets = _as_bytes(shares)
+                staging = packed.new_empty(sum(target.numel() for target in targets))
+                messages.receive(sender, staging)
+                messages.send(receiver, packed)
+                stagings.append((targets, staging))
+    traffic.add(f"{axis.name}.{collective.kind}", collective.unit, messages.sent_bytes)
 
     def unpack() -> None:
-        for into, staging in stagings:
-            for place, piece in zip(into, staging.split([t.numel() for t in into]), strict=True):
-                place.copy_(piece)
+        for targets, staging in stagings:
+            sizes = [target.numel() for target in targets]
+            for target, piece in zip(targets, staging.split(sizes), strict=True):
+                target.copy_(piece)
 
-    finish, keep = unpack if stagings else None, (items, packed, stagings)
-    return Pending(key, exchange.works, finish, keep, exchange.peers)
+    return Pending(
+        key,
+        messages.works,
+        finish=unpack if stagings else None,
+        keep=(items, packed, stagings),
+        peers=messages.peers,
+    )
 
 
 def _length(item: GatherItem, rank: int) -> int:
+    """Return the elements of a rank's share, without padding."""
     lo, hi = item.segment.bounds(rank)
     return hi - lo
 
@@ -138,45 +152,48 @@ def start_all_to_all(
     finish: Callable[[], None],
     keep: object,
 ) -> Pending:
-    """Send each peer its part of ``sent``, receive one from each; both are in rank order."""
-    exchange = _Messages(collective, axis)
-    into, out = received[0].split(list(received[1])), sent[0].split(list(sent[1]))
+    """Send each peer its part of ``sent`` and receive a part from each, in rank order."""
+    messages = _Messages(collective, axis)
+    outputs = received[0].split(list(received[1]))
+    sources = sent[0].split(list(sent[1]))
     key = key_of(collective, axis)
     with collective_errors(key):
         for step in range(1, axis.size):
-            to, frm = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size
-            exchange.receive(frm, into[frm])
-            exchange.send(to, out[to])
-    traffic.add(f"{axis.name}.{collective.kind}", collective.unit, exchange.sent_bytes)
-    return Pending(key, exchange.works, finish, (into, out, keep), exchange.peers)
+            receiver, sender = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size
+            messages.receive(sender, outputs[sender])
+            messages.send(receiver, sources[receiver])
+    traffic.add(f"{axis.name}.{collective.kind}", collective.unit, messages.sent_bytes)
+    return Pending(key, messages.works, finish, keep=(outputs, sources, keep), peers=messages.peers)
 
 
 @dataclass
 class _SliceSum:
-    """One range of this rank's share: its own addend, the peers', and where the mean goes.
+    """The sum of one range of this rank's share.
 
-    ``out`` may be the memory of the lowest peer's addend.
+    - ``out``: the memory of the mean; it may be the memory of the lowest peer's addend.
+    - ``local``: this rank's addend.
+    - ``peers``: the addends of the peers, by rank.
     """
 
     out: torch.Tensor
-    own: torch.Tensor
+    local: torch.Tensor
     peers: dict[int, torch.Tensor]
 
     def run(self, rank: int, num_ranks: int, divisor: float) -> None:
-        """Add in rank order, starting from rank 0, and divide; block by block, in the cache."""
-        addends = [self.own if r == rank else self.peers[r] for r in range(num_ranks)]
+        """Add in rank order and divide, one block that fits the cache after the other."""
+        addends = [self.local if r == rank else self.peers[r] for r in range(num_ranks)]
         sum_in_order(addends, self.out, divisor, BLOCK_NUMEL)
 
 
 def sum_in_order(
-    addends: Sequence[torch.Tensor], out: torch.Tensor, divisor: float, at_a_time: int
+    addends: Sequence[torch.Tensor], out: torch.Tensor, divisor: float, block_numel: int
 ) -> None:
-    """Replace ``out`` by the sum of flat addends over ``divisor``, so many elements at a time.
+    """Replace ``out`` by the sum of flat addends over ``divisor``, by blocks of elements.
 
-    Addends of another dtype are cast to ``out``'s one by one.
+    If addends have another dtype than ``out``, they are cast one after the other.
     """
-    for begin in range(0, out.numel(), at_a_time):
-        part = slice(begin, begin + at_a_time)
+    for begin in range(0, out.numel(), block_numel):
+        part = slice(begin, begin + block_numel)
         _add_in_order([addend[part] for addend in addends], out[part])
         if divisor != 1:
             out[part].div_(divisor)
@@ -200,84 +217,88 @@ def start_reduce_scatter(
     traffic: Traffic,
     divisor: float,
 ) -> Pending:
-    """Send every peer its shares of this rank's parts, sum what arrives, divide.
+    """Send every peer its shares of this rank's parts, sum the received addends, and divide.
 
-    The addends travel in the parts' dtype and are summed in ``out``'s: bf16 gradients take two
-    bytes on the wire and are still summed in fp32.
+    Addends are sent in the parts' dtype and summed in ``out``'s: bf16 gradients are sent as two
+    bytes and still summed in fp32.
 
     **Cost** sends numel x (ranks - 1) / ranks; receives into (ranks - 1) x the share, of which one
-    lies in ``out`` where the dtypes agree. The sums run in ``wait``.
+    share is ``out`` if the dtypes agree. The sums are computed in ``wait``.
     """
-    exchange = _Messages(collective, axis)
-    sums = [_SliceSum(out, own, {}) for item in items for own, out in _slices(item, axis.rank)]
+    messages = _Messages(collective, axis)
+    sums = [_SliceSum(out, local, {}) for item in items for local, out in _slices(item, axis.rank)]
     unpacks: list[Callable[[], None]] = []
     buffers: list[torch.Tensor] = []
     key = key_of(collective, axis)
     with collective_errors(key):
         for step in range(1, axis.size):
-            to, frm = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size
-            buffers += _send_shares(exchange, items, to)
-            staging, unpack = _receive_shares(exchange, sums, frm)
+            receiver, sender = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size
+            buffers += _send_shares(messages, items, receiver)
+            staging, unpack = _receive_shares(messages, sums, sender)
             buffers.append(staging)
             unpacks.append(unpack)
-    traffic.add(f"{axis.name}.{collective.kind}", collective.unit, exchange.sent_bytes)
+    traffic.add(f"{axis.name}.{collective.kind}", collective.unit, messages.sent_bytes)
 
     def finish() -> None:
         for unpack in unpacks:
             unpack()
-        for each in sums:
-            each.run(axis.rank, axis.size, divisor)
+        for slice_sum in sums:
+            slice_sum.run(axis.rank, axis.size, divisor)
 
-    return Pending(key, exchange.works, finish, (items, sums, buffers), exchange.peers)
+    return Pending(key, messages.works, finish, keep=(items, sums, buffers), peers=messages.peers)
 
 
 def _slices(item: ReduceItem, rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return (slice of a part, its place in ``out``) for what ``rank`` owns of the item.
+    """Return (slice of a part, its range of ``out``) for the elements that ``rank`` owns.
 
-    The place is meaningful only where ``rank`` is the caller's own.
+    The range of ``out`` is meaningful only if ``rank`` is this rank.
     """
     begin, _ = item.segment.bounds(rank)
     parts = [(offset, part.numel()) for offset, part in item.parts]
-    found = []
+    slices = []
     for number, lo, hi in owned_ranges(item.segment, parts, rank):
         offset, part = item.parts[number]
-        found.append((part[lo - offset : hi - offset], item.out[lo - begin : hi - begin]))
-    return found
+        slices.append((part[lo - offset : hi - offset], item.out[lo - begin : hi - begin]))
+    return slices
 
 
-def _send_shares(exchange: _Messages, items: Sequence[ReduceItem], peer: int) -> list[torch.Tensor]:
-    """Send a peer its slices; return the buffer in which the small ones travel together."""
-    slices = [piece for item in items for piece, _ in _slices(item, peer)]
-    small = [t for t in slices if is_small(t.nbytes)]
-    for piece in slices:
-        if not is_small(piece.nbytes):
-            exchange.send(peer, piece)
-    together = [torch.cat(_as_bytes(small))] if len(small) > 1 else []
-    for piece in together or small:
-        exchange.send(peer, piece)
-    return together
+def _send_shares(messages: _Messages, items: Sequence[ReduceItem], peer: int) -> list[torch.Tensor]:
+    """Send a peer its slices; return the buffer in which the small ones are packed, if any."""
+    slices = [part for item in items for part, _ in _slices(item, peer)]
+    small = [part for part in slices if is_small(part.nbytes)]
+    for part in slices:
+        if not is_small(part.nbytes):
+            messages.send(peer, part)
+    packed = [torch.cat(_as_bytes(small))] if len(small) > 1 else []
+    for part in packed or small:
+        messages.send(peer, part)
+    return packed
 
 
 def _receive_shares(
-    exchange: _Messages, sums: Sequence[_SliceSum], peer: int
+    messages: _Messages, sums: Sequence[_SliceSum], peer: int
 ) -> tuple[torch.Tensor, Callable[[], None]]:
-    """Post the receives of a peer's addends; return the buffer of small ones and its unpacking."""
-    small = [each for each in sums if is_small(each.own.nbytes)]
-    for each in sums:
-        own, out = each.own, each.out
-        if not is_small(own.nbytes):
-            is_mean = lands_in_mean(own.nbytes, own.dtype != out.dtype, peer, exchange.axis.rank)
-            each.peers[peer] = out if is_mean else torch.empty_like(own)
-            exchange.receive(peer, each.peers[peer])
-    sizes = [each.own.nbytes for each in small]
-    device = small[0].own.device if small else "cpu"
+    """Post the receives of a peer's addends.
+
+    Return the buffer of the small addends, and the function that unpacks it after the wait.
+    """
+    small = [slice_sum for slice_sum in sums if is_small(slice_sum.local.nbytes)]
+    for slice_sum in sums:
+        local, out = slice_sum.local, slice_sum.out
+        if not is_small(local.nbytes):
+            casts = local.dtype != out.dtype
+            is_mean = receives_into_mean(local.nbytes, casts, peer, messages.axis.rank)
+            slice_sum.peers[peer] = out if is_mean else torch.empty_like(local)
+            messages.receive(peer, slice_sum.peers[peer])
+    sizes = [slice_sum.local.nbytes for slice_sum in small]
+    device = small[0].local.device if small else "cpu"
     staging = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-    exchange.receive(peer, staging)
+    messages.receive(peer, staging)
 
     def unpack() -> None:
-        for each, piece in zip(small, staging.split(sizes), strict=True):
-            if piece.storage_offset() % each.own.element_size():
-                piece = piece.clone()
-            each.peers[peer] = piece.view(each.own.dtype)
+        for slice_sum, piece in zip(small, staging.split(sizes), strict=True):
+            if piece.storage_offset() % slice_sum.local.element_size():
+                piece = piece.clone()  # a view of another dtype must be aligned
+            slice_sum.peers[peer] = piece.view(slice_sum.local.dtype)
 
     return staging, unpack

@@ -1,6 +1,6 @@
-"""The part of a segment that each rank sends, and which parts share a message: integers only.
+"""The parts of a segment that ranks send, and the parts that share a message: integers only.
 
-The transports send by these functions, and plans count by them.
+The transports and the planner use the same functions, so that plans count the messages of runs.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,8 +16,11 @@ def is_small(num_bytes: int) -> bool:
     return num_bytes <= SMALL_BYTES
 
 
-def gathered_together(share_bytes: Sequence[int]) -> list[int]:
-    """Return which segments of a gather travel as one message to each peer; one alone does not."""
+def packed_segments(share_bytes: Sequence[int]) -> list[int]:
+    """Return the numbers of the segments of a gather that share one message to each peer.
+
+    A single small segment is sent without packing.
+    """
     small = [number for number, size in enumerate(share_bytes) if is_small(size)]
     return small if len(small) > 1 else []
 
@@ -25,9 +28,9 @@ def gathered_together(share_bytes: Sequence[int]) -> list[int]:
 def owned_ranges(
     segment: Segment, parts: Sequence[tuple[int, int]], rank: int
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield (number of the part, lo, hi): which elements of the segment ``rank`` owns, by part.
+    """Yield the elements of the segment that ``rank`` owns as (number of the part, lo, hi).
 
-    ``parts`` are (offset, number of elements) in the segment.
+    ``parts`` are (offset in the segment, number of elements).
     """
     begin, end = segment.bounds(rank)
     for number, (offset, numel) in enumerate(parts):
@@ -36,17 +39,18 @@ def owned_ranges(
             yield number, lo, hi
 
 
-def lands_in_mean(num_bytes: int, casts: bool, peer: int, rank: int) -> bool:
-    """Tell whether a peer's addend is received where the mean will be, so that it takes no memory.
+def receives_into_mean(num_bytes: int, casts: bool, peer: int, rank: int) -> bool:
+    """Tell whether a peer's addend is received into the memory of the mean.
 
-    That is the lowest peer's, unless it is small or of another dtype than the sum.
+    This saves a buffer for one addend, the lowest peer's, unless it is small or of another dtype
+    than the sum.
     """
     return not casts and not is_small(num_bytes) and peer == (1 if rank == 0 else 0)
 
 
-def goes_as_it_lies(numels: Sequence[int], full_numel: int, casts: bool) -> bool:
+def sends_without_packing(numels: Sequence[int], full_numel: int, casts: bool) -> bool:
     """Tell whether a coalesced reduction sends a gradient itself, not a packed copy of all parts.
 
-    It does where one part is the whole segment, padding included, in the dtype of the sum.
+    It does if one part is the whole segment, padding included, in the dtype of the sum.
     """
     return not casts and list(numels) == [full_numel]

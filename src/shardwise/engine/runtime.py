@@ -137,7 +137,7 @@ class Engine:
         """Return the ranks of `_all_ranks`; an empty list if the mesh has them all."""
         units = [unit for mate in self.mates for unit in mate.units]
         cuts = [p.cut for unit in units for p in unit.params if p.has_cut]
-        axes = {id(axis.group): axis for cut in cuts for axis in cut.own_axes}
+        axes = {id(axis.group): axis for cut in cuts for axis in cut.outer_axes}
         if self.comm.axes.stages is not None:
             axes[id(self.comm.axes.stages.group)] = self.comm.axes.stages
         own = self.comm.axes.mesh.mesh.flatten()

@@ -85,13 +85,13 @@ class FullWeights:
 
     def _needed_along(self, cut: Cut) -> tuple[list[int], bool]:
         """Return the ranks of the shard axis that need the piece, and if this rank needs it."""
-        axis, own_axes = cut.comm.axes.shard, cut.own_axes
+        axis, outer_axes = cut.comm.axes.shard, cut.outer_axes
         if self._ranks is None:
             return list(range(axis.size)), True
-        key = (id(axis.group), *(id(each.group) for each in own_axes))
+        key = (id(axis.group), *(id(each.group) for each in outer_axes))
         if key not in self._needs:
             needs = torch.tensor([self._is_needed], dtype=torch.uint8)
-            for each in own_axes:
+            for each in outer_axes:
                 needs = cut.comm.max(needs, each, _SITE)
             rows = cut.comm.gather_rows(needs, axis, _SITE).flatten().tolist()
             self._needs[key] = [rank for rank, needed in enumerate(rows) if needed], bool(needs)
@@ -172,7 +172,7 @@ class FullWeights:
             owner = owner_of(tensor)
             if owner is not None:
                 each = self._slices_of(tensor, owner)
-                axes = (each.cut.comm.axes.shard, *each.cut.own_axes)
+                axes = (each.cut.comm.axes.shard, *each.cut.outer_axes)
                 key = tuple(id(axis.group) for axis in axes)
                 groups.setdefault(key, {})[number] = each
             elif isinstance(tensor, DTensor):
@@ -216,12 +216,12 @@ class FullWeights:
         if len(spread) == 1:
             (one,) = spread
             places = [one.place(rank) for rank in ranks] if is_needed else []
-            comm.hand_over(one.own, places, takers, axis, _SITE, one.inner.owner)
+            comm.gather_to(one.own, places, takers, axis, _SITE, one.inner.owner)
         elif spread:
             sent = torch.cat([each.own.view(torch.uint8) for each in spread])
             sizes = [[each.num_bytes(rank) for each in spread] for rank in ranks]
             places = [sent.new_empty(sum(row) if is_needed else 0) for row in sizes]
-            comm.hand_over(sent, places, takers, axis, _SITE)
+            comm.gather_to(sent, places, takers, axis, _SITE)
             for rank, row in enumerate(sizes if is_needed else ()):
                 for each, arrived in zip(spread, places[rank].split(row), strict=True):
                     each.place(rank).view(torch.uint8).copy_(arrived)
@@ -235,14 +235,14 @@ class FullWeights:
         text = torch.frombuffer(bytearray(about.encode()), dtype=torch.uint8)
         for each in (torch.tensor([text.numel()]), text, tensor.contiguous()):
             if each.numel():
-                self._comm.from_owner(each, stages, stages.rank, _SITE)
+                self._comm.broadcast_from_owner(each, stages, stages.rank, _SITE)
 
     def _received(self, stage: int) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors that another stage sends; yield none if not needed here."""
 
         def receive(like: torch.Tensor) -> torch.Tensor:
             assert self._stages is not None
-            return self._comm.from_owner(like, self._stages, stage, _SITE)
+            return self._comm.broadcast_from_owner(like, self._stages, stage, _SITE)
 
         while self._is_needed:
             size = int(receive(torch.zeros(1, dtype=torch.int64)))

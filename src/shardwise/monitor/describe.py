@@ -202,7 +202,7 @@ def _describe_unit(unit: Unit) -> UnitDescription:
 def _describe_param(param: ShardedParam) -> ParamDescription:
     cut, axes = param.cut, param.unit.comm.axes
     piece: Region = cut.piece
-    placed = () if cut.outer is None else zip(cut.own_axes, cut.outer.placements, strict=True)
+    placed = () if cut.outer is None else zip(cut.outer_axes, cut.outer.placements, strict=True)
     cuts = [(axis.name, at.dim) for axis, at in placed if isinstance(at, Shard)]
     lo, hi = cut.lo, cut.hi
     owner = cut.owner if axes.shard.size > 1 else None
@@ -241,7 +241,7 @@ def facts_of(
         flops = _flops_per_token(parts.units, _experts_of_a_token(modules_of(model)))
     dtypes = {str(s.compute_dtype).removeprefix("torch.") for u in parts.units for s in u.storages}
     axes = [*parts.comm.axes.all]  # that parameters are cut over or copied along
-    axes += [axis for u in parts.units for p in u.params for axis in p.cut.own_axes]
+    axes += [axis for u in parts.units for p in u.params for axis in p.cut.outer_axes]
     axes += [stages for each in parts.comms if (stages := each.axes.stages) is not None]
     held = [param for each in optimizers for param in params_of(each)]
     peak_flops = None  # of a device that is not in the catalogue, and for mixed dtypes

@@ -9,8 +9,8 @@ experts without tokens send and compute nothing, but take part in each exchange.
 Ranks of one ``tp`` group have the same tokens. ``ep`` groups are cut out of ``dp_shard x cp x tp``.
 If each rank sent all its tokens, experts would compute ``tp`` times too much, and their gradients
 would be ``tp`` times too large. So in `at_experts` each rank sends its part of the tokens, and
-gathers the parts of the result (``exchange.alike``). Routers and shared experts see all tokens on
-each of these ranks. With ``ep = 1`` nothing is divided.
+gathers the parts of the result (``exchange.replicas``). Routers and shared experts see all tokens
+on each of these ranks. With ``ep = 1`` nothing is divided.
 
 B windows, T positions, n tokens, D dim, F expert width, E experts, k experts per token.
 """
@@ -55,10 +55,10 @@ def at_experts(
     (D' elements); as much in backward; 8 bytes for each expert of another rank. The host waits
     once, for the numbers of rows.
     """
-    num_tokens, alike = len(x), None if exchange is None else exchange.alike
-    if alike is not None:
-        x, chosen = alike.part(x), alike.part(chosen)
-        weights = None if weights is None else alike.part(weights)
+    num_tokens, replicas = len(x), None if exchange is None else exchange.replicas
+    if replicas is not None:
+        x, chosen = replicas.part(x), replicas.part(chosen)
+        weights = None if weights is None else replicas.part(weights)
     order = chosen.flatten().argsort(stable=True)
     inverse = order.argsort()
     rows: Tensor = _Picked.apply(x, order // chosen.shape[1], inverse)
@@ -71,7 +71,7 @@ def at_experts(
     back = picked.unflatten(0, chosen.shape)
     if weights is not None:
         back = (back * weights.unsqueeze(-1).to(back.dtype)).sum(1)
-    return back if alike is None else alike.whole(back, num_tokens)
+    return back if replicas is None else replicas.whole(back, num_tokens)
 
 
 def _away(rows: Tensor, counts: Tensor, exchange: Exchange, compute: Compute) -> Tensor:
@@ -214,18 +214,20 @@ def spread_experts(
     for module in found.values():
         for each in module.modules():
             if getattr(type(each), "exchange", 0) is None:
-                alike = _exchange(axes, "tp", "(tokens)")
-                each.exchange = _exchange(axes, "ep", "(experts)", alike)  # type: ignore[assignment]
+                replicas = _exchange(axes, "tp", "(tokens)")
+                each.exchange = _exchange(axes, "ep", "(experts)", replicas)  # type: ignore[assignment]
     for module in model.modules():
         if isinstance(module, Router):
             module.exchange = _exchange(axes, "loss", "(load)")
     return model
 
 
-def _exchange(axes: Axes, name: str, what: str, alike: Exchange | None = None) -> Exchange | None:
+def _exchange(
+    axes: Axes, name: str, what: str, replicas: Exchange | None = None
+) -> Exchange | None:
     """Return an exchange over an axis, or None for one rank."""
     mesh = axes[name]
-    return Exchange(axis_of(mesh, 0, name), what, alike) if mesh.size() > 1 else None
+    return Exchange(axis_of(mesh, 0, name), what, replicas) if mesh.size() > 1 else None
 
 
 def _named(model: nn.Module, names: Sequence[str], may_lack: bool) -> dict[str, nn.Module]:

@@ -112,7 +112,7 @@ class GeneratorStates:
         assert len(data) <= _MAX_BYTES, len(data)
         own = torch.frombuffer(bytearray(data.ljust(_MAX_BYTES, b"\0")), dtype=torch.uint8)
         own = own.to(cut.comm.device)
-        cut.comm.broadcast(own, _SITE, also=cut.own_axes)
+        cut.comm.broadcast(own, _SITE, also=cut.outer_axes)
         of_torch, others = pickle.loads(own.cpu().numpy().tobytes())
         return GeneratorStates(tuple(map(torch.from_numpy, of_torch)), others)
 
@@ -164,6 +164,6 @@ class _Draws:
     def _any(self, moved: bool) -> bool:
         """Tell whether a generator has moved on any rank. **Cost** one number over each axis."""
         found = torch.tensor(float(moved), device=self.cut.comm.device)
-        for axis in (*self.cut.comm.axes.all, *self.cut.own_axes):
+        for axis in (*self.cut.comm.axes.all, *self.cut.outer_axes):
             found = self.cut.comm.max(found, axis, GATHER_SITE)
         return bool(found)

@@ -4,7 +4,8 @@ Note [A piece of a tensor]
 Tensor and expert parallelism give each rank a box of a parameter, as torch's DTensor describes it.
 Data parallelism cuts that box, not the tensor. The layers get the gathered box as a DTensor with
 its former placements. So the mesh of a sharded parameter is the data-parallel mesh followed by the
-DTensor's mesh. If both cut one dim, the outer cut lies inside the inner one (``_StridedShard``).
+DTensor's mesh. If both cut one dim, data parallelism cuts the pieces of the DTensor
+(``_StridedShard``).
 Source of these conventions: ``torch/distributed/fsdp/_fully_shard/_fsdp_param.py`` of torch 2.13.
 """
 
@@ -30,8 +31,8 @@ from shardwise.mesh import Axis, axis_of
 GATHER_SITE = CollectiveId("gather", "(tensor)", 0)
 
 
-class UnlikeCuts(ShardError):
-    """Elements of the arguments of an operation do not meet on one rank."""
+class CutMismatch(ShardError):
+    """The arguments of an operation have different cuts, so ranks lack elements of some."""
 
 
 class Ragged(Placement):
@@ -59,8 +60,12 @@ class Ragged(Placement):
 class Cut:
     """The cut of one tensor: parameter ``index`` of ``layout``; no layout means replicated.
 
-    ``outer`` is the spec of a tensor that was a DTensor before, of which a piece is cut here; see
-    `PieceCut`. ``name`` is the parameter's.
+    - ``shape``: of the whole tensor. ``local_shape``: of this rank's elements.
+    - ``lo``, ``hi``: this rank's elements [lo, hi) of the flattened `piece`.
+    - ``placements``: DTensor's description, one for each axis of `mesh`.
+    - ``specs``: a cache of `spec`.
+    - ``outer``: the spec of a tensor that was a DTensor before sharding; see `PieceCut`.
+    - ``name``: the parameter's name, for errors.
     """
 
     kind = "range"  # of elements of the flattened tensor; cuts of different kinds never match
@@ -88,7 +93,7 @@ class Cut:
         return self.comm.axes.mesh
 
     @property
-    def own_axes(self) -> tuple[Axis, ...]:
+    def outer_axes(self) -> tuple[Axis, ...]:
         """The axes of the mesh that the tensor was on before; see `PieceCut`."""
         return ()
 
@@ -150,7 +155,7 @@ class Cut:
         except StateError:  # of a gradient that is not reduced
             raise
         except RuntimeError as error:
-            raise UnlikeCuts(
+            raise CutMismatch(
                 f"a tensor of shape {tuple(full.shape)} was combined with a ShardTensor of shape "
                 f"{self.shape}; give it the global shape, or one that broadcasts to it"
             ) from error
@@ -181,9 +186,13 @@ class Cut:
         if self.layout is None or self.layout.num_ranks == 1:
             return local.detach().clone().view(self.shape)
         if self.owner is not None:
-            axis, own = self.comm.axes.shard, local.detach().reshape(-1)
-            own = own if axis.rank == self.owner else own.new_empty(prod(self.shape))
-            return self.comm.from_owner(own, axis, self.owner, self.gather_site).view(self.shape)
+            axis = self.comm.axes.shard
+            values = local.detach().reshape(-1)
+            if axis.rank != self.owner:
+                values = values.new_empty(prod(self.shape))
+            return self.comm.broadcast_from_owner(values, axis, self.owner, self.gather_site).view(
+                self.shape
+            )
         pieces = [self.layout.piece(self.index, r) for r in range(self.layout.num_ranks)]
         padded = local.new_zeros(max(p.numel for p in pieces))
         padded[: local.numel()].copy_(local.detach().reshape(-1))
@@ -225,7 +234,7 @@ def as_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     return DTensor(local, spec, requires_grad=local.requires_grad)
 
 
-def own_axes_of(tensors: Iterable[torch.Tensor]) -> tuple[Axis, ...]:
+def dtensor_axes_of(tensors: Iterable[torch.Tensor]) -> tuple[Axis, ...]:
     """Return the axes of the meshes of the DTensors among tensors, each once."""
     meshes = dict.fromkeys(t.device_mesh for t in tensors if isinstance(t, DTensor))
     axes = [axis for mesh in meshes for axis in axes_of_mesh(mesh)]
@@ -289,14 +298,14 @@ class PieceCut(Cut):
         return DeviceMesh._concatenate([self.inner.mesh, self.outer.mesh])
 
     @cached_property
-    def own_axes(self) -> tuple[Axis, ...]:
+    def outer_axes(self) -> tuple[Axis, ...]:
         """The axes of the mesh that the tensor was on before."""
         return axes_of_mesh(self.outer.mesh)
 
     @cached_property
     def axes(self) -> tuple[Axis, ...]:
         """The axes over which the elements are spread."""
-        placed = zip(self.own_axes, self.outer.placements, strict=True)
+        placed = zip(self.outer_axes, self.outer.placements, strict=True)
         return (*self.inner.axes, *(axis for axis, at in placed if not at.is_replicate()))
 
     @property
@@ -327,8 +336,8 @@ class PieceCut(Cut):
         if not isinstance(other, PieceCut):
             return False
         ours, theirs = self.outer, other.outer
-        is_alike = (ours.mesh, ours.placements) == (theirs.mesh, theirs.placements)
-        return is_alike and self.shape == other.shape and self.inner.matches(other.inner)
+        has_same_outer = (ours.mesh, ours.placements) == (theirs.mesh, theirs.placements)
+        return has_same_outer and self.shape == other.shape and self.inner.matches(other.inner)
 
     def slice_of(self, full: torch.Tensor) -> torch.Tensor:
         """Return this rank's elements of a full (or broadcastable) tensor, in local shape."""
@@ -390,8 +399,18 @@ def cut_along(
     """Describe parameter ``index`` of ``layout``, which has one row per rank unless dim is 0."""
     if dim == 0:
         return make_cut(shape, layout, index, comm, name)
-    own = list(shape)
-    own[dim] //= comm.axes.shard.size
-    placements = ([Replicate()] if comm.axes.replicate else []) + [Shard(dim)]
-    cut = shape, layout, index, comm, 0, prod(own), tuple(own), tuple(placements)
-    return DimCut(*cut, name=name, dim=dim)
+    local_shape = list(shape)
+    local_shape[dim] //= comm.axes.shard.size
+    placements: list[Placement] = [Replicate()] if comm.axes.replicate else []
+    return DimCut(
+        shape,
+        layout,
+        index,
+        comm,
+        lo=0,
+        hi=prod(local_shape),
+        local_shape=tuple(local_shape),
+        placements=(*placements, Shard(dim)),
+        name=name,
+        dim=dim,
+    )

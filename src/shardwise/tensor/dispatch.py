@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ShardError
-from shardwise.tensor.cut import GATHER_SITE, Cut, UnlikeCuts
+from shardwise.tensor.cut import GATHER_SITE, Cut, CutMismatch
 from shardwise.tensor.elements import set_elements
 from shardwise.tensor.gathered_step import running_step
 from shardwise.tensor.operations import (
@@ -70,7 +70,7 @@ def in_full(value: Any) -> Any:
         owner = owner_of_elements(value)
         if owner is None:
             raise refusal("this operation", [value])
-        if not owner.in_use() and (not torch.is_grad_enabled() or _is_read_apart(value)):
+        if not owner.in_use() and (not torch.is_grad_enabled() or _is_outside_graph(value)):
             return value.full_tensor()
         full = owner.use_full()
         return full if value.requires_grad else full.detach()  # frozen: not in the graph
@@ -79,8 +79,8 @@ def in_full(value: Any) -> Any:
     return value
 
 
-def _is_read_apart(value: ShardTensorBase) -> bool:
-    """Tell whether a tensor is in no graph, so that its memory need not be its unit's."""
+def _is_outside_graph(value: ShardTensorBase) -> bool:
+    """Tell whether a tensor is in no graph, so that a gathered copy may replace it."""
     owner = value._owner
     if value.requires_grad or owner is None or value._cut.outer is not None:
         return False
@@ -154,7 +154,7 @@ def answer(call: Operation) -> object:
     run = _RUNNERS.get(call.name)
     try:
         made = NotImplemented if run is None else run(call)
-    except UnlikeCuts:  # on all ranks, before anything is sent or written
+    except CutMismatch:  # on all ranks, before anything is sent or written
         if running_step() is None:
             raise
         made = NotImplemented
@@ -302,7 +302,7 @@ def _through_views(call: Operation, full: Operation, result: object) -> object:
         if not isinstance(source, ShardTensorBase):
             continue
         assert isinstance(whole, torch.Tensor)
-        is_apart = not torch.is_grad_enabled() or _is_read_apart(source)
+        is_apart = not torch.is_grad_enabled() or _is_outside_graph(source)
         place = whole.untyped_storage().data_ptr()
         copies[place] = GatheredCopy(alias_of(source), whole) if is_apart else None
 
@@ -451,9 +451,9 @@ def _operand(value: Any, cut: Cut, name: str) -> Any:
         return value
     if isinstance(value, ShardTensorBase):
         if value._cut is not cut and not value._cut.matches(cut):
-            raise UnlikeCuts(
-                f"{name}: ShardTensors of shapes {cut.shape} and {value._cut.shape} are not cut "
-                "alike, so their elements do not meet on one rank; use full_tensor()"
+            raise CutMismatch(
+                f"{name}: ShardTensors of shapes {cut.shape} and {value._cut.shape} have "
+                "different cuts, so a rank lacks elements of one of them; use full_tensor()"
             )
         return value._local_tensor
     if isinstance(value, DTensor):  # torch's own, which a loader made "like" a parameter
@@ -496,7 +496,7 @@ def _unscale(call: Operation) -> None:
     tensors, found_inf, inv_scale = call.args
     call.func([locals_of(t) for t in tensors], found_inf, inv_scale)
     cuts = [t._cut for t in tensors if isinstance(t, ShardTensorBase)]
-    axes = {id(a.group): (c.comm, a) for c in cuts for a in (*c.comm.axes.all, *c.own_axes)}
+    axes = {id(a.group): (c.comm, a) for c in cuts for a in (*c.comm.axes.all, *c.outer_axes)}
     for comm, axis in axes.values():
         found_inf.copy_(comm.max(found_inf, axis, GATHER_SITE))
 

@@ -26,12 +26,12 @@ def same_draws(cut: Cut, device: torch.device, own: torch.Generator | None) -> I
     **Cost** one broadcast of the generator's state, 5 KB.
     """
     comm = cut.comm
-    if all(axis.size == 1 for axis in (*comm.axes.all, *cut.own_axes)):
+    if all(axis.size == 1 for axis in (*comm.axes.all, *cut.outer_axes)):
         yield
         return
     before = generator_states(device, own)
     first = torch.cat(list(before)).to(comm.device)
-    comm.broadcast(first, _SITE, also=cut.own_axes)
+    comm.broadcast(first, _SITE, also=cut.outer_axes)
     states = first.cpu().split([state.numel() for state in before])
     set_generator_states(device, states, own)
     try:

@@ -33,7 +33,7 @@ class Inner:
 def holds_codes(tensor: torch.Tensor) -> bool:
     """Tell whether a tensor's elements are codes, which no cast or encoding may change.
 
-    Quantized weights may lie in a float dtype: those of bitsandbytes, which have a
+    Quantized weights may have a float dtype: those of bitsandbytes, which have a
     ``quant_state``, in any (``quant_storage=``); float8 and float4 weights have a scale elsewhere.
     """
     is_small = tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1
@@ -149,8 +149,8 @@ def inner_of(local: torch.Tensor, cut: Cut, name: str) -> list[Inner]:
         if not part.dim() or part.shape[0] != local.shape[0]:
             raise ConfigError(
                 f"parameter '{name}' is a {type(local).__name__}, whose '{suffix[1:]}' has shape "
-                f"{tuple(part.shape)}: not a row for each of the parameter's, so nobody can tell "
-                "how it is cut; use torch.distributed.checkpoint for such a model"
+                f"{tuple(part.shape)}: not a row for each of the parameter's, so its cut "
+                "is unknown; use torch.distributed.checkpoint for such a model"
             )
         found.append(Inner(suffix, part, cut_by_rows((cut.shape[0], *part.shape[1:]), cut)))
     return found

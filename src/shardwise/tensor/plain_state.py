@@ -36,7 +36,7 @@ _ELEMENTWISE = (
 )
 
 
-class OfFullyShard:
+class FullyShardOwner:
     """The owner of a parameter of `fully_shard`; copies and pickles of it have no owner."""
 
     def __init__(self, param: Any) -> None:
@@ -79,17 +79,18 @@ def cut_plain_state(optimizer: torch.optim.Optimizer, *_: object) -> None:
         return
     if _SEEN not in vars(optimizer):
         _warn_of_lost_updates(optimizer)
-    found = []
+    new_states: list[tuple[torch.Tensor, dict[Any, Any]]] = []
     for number, group in enumerate(optimizer.param_groups):
         for place, param in enumerate(group["params"]):
-            how = _how_to_cut(param)
-            if how is not None and param in optimizer.state:
-                where = f"parameter {place} of group {number}"
+            cut_whole = _cutter_of(param)
+            if cut_whole is not None and param in optimizer.state:
                 owner = getattr(param, "_owner", None)
-                where = f"'{owner.name}'" if owner is not None else where
-                state = optimizer.state[param]
-                found.append((param, _Walk(param, how, where, gathers).of_dict(state)))
-    for param, state in found:
+                name = (
+                    f"parameter {place} of group {number}" if owner is None else f"'{owner.name}'"
+                )
+                cutter = _StateCutter(param, cut_whole, name, has_any_shape=gathers)
+                new_states.append((param, cutter.of_dict(optimizer.state[param])))
+    for param, state in new_states:
         optimizer.state[param] = state
     vars(optimizer)[_SEEN] = optimizer.state
 
@@ -100,8 +101,8 @@ def _warn_of_lost_updates(optimizer: torch.optim.Optimizer) -> None:
     if names and dist.is_initialized() and dist.get_rank() == 0:
         _LOG.warning(
             "shardwise: %s steps parameters in 16 bits without fp32 masters: %s. An update below "
-            "half a unit in the last place (of bfloat16: 1/512 to 1/256 of the value) is rounded "
-            "away. Keep the model in fp32 and compute in 16 bits: shard(precision='bf16'), or "
+            "half a unit in the last place (of bfloat16: 1/512 to 1/256 of the value) is lost by "
+            "rounding. Keep the model in fp32 and compute in 16 bits: shard(precision='bf16'), or "
             "fully_shard(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))",
             *(type(optimizer).__name__, list_names(names)),
         )
@@ -135,11 +136,11 @@ def cut_like(param: Any, whole: torch.Tensor) -> torch.Tensor:
 
     Return the whole tensor for a parameter that shardwise has not sharded.
     """
-    how = _how_to_cut(param)
-    return whole if how is None else how(whole)
+    cut_whole = _cutter_of(param)
+    return whole if cut_whole is None else cut_whole(whole)
 
 
-def _how_to_cut(param: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
+def _cutter_of(param: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """Return the function that slices a whole tensor; None for parameters that are not sharded."""
     if isinstance(param, ShardTensor):
         cut = param._cut
@@ -151,20 +152,23 @@ def _how_to_cut(param: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
     return None
 
 
-class _Walk:
-    """One walk over the state of one parameter."""
+class _StateCutter:
+    """Cuts the whole tensors in the optimizer's state of one parameter.
+
+    ``has_any_shape``: state may have other shapes than the parameter's, as GaLore's has.
+    """
 
     def __init__(
         self,
         param: torch.Tensor,
-        how: Callable[[torch.Tensor], torch.Tensor],
-        where: str,
-        gathers: bool,
+        cut_whole: Callable[[torch.Tensor], torch.Tensor],
+        name: str,
+        has_any_shape: bool,
     ) -> None:
         self._shape = tuple(param.shape)
-        self._how = how
-        self._where = where
-        self._has_any_shape = gathers  # as GaLore's, of moments of lower rank
+        self._cut_whole = cut_whole
+        self._name = name
+        self._has_any_shape = has_any_shape
 
     def of_dict(self, state: dict[Any, Any]) -> dict[Any, Any]:
         return {key: self._of(value, key) for key, value in state.items()}
@@ -179,13 +183,13 @@ class _Walk:
         if tuple(value.shape) != self._shape:
             if value.dim() and key in _ELEMENTWISE and not self._has_any_shape:
                 raise ConfigError(
-                    f"optimizer: state '{key}' of {self._where} has shape {tuple(value.shape)}, "
+                    f"optimizer: state '{key}' of {self._name} has shape {tuple(value.shape)}, "
                     f"and the parameter has {self._shape}: it was loaded from an optimizer of "
                     "another model, or of other groups of parameters"
                 )
             return value
         with torch.no_grad():
-            return self._how(value)
+            return self._cut_whole(value)
 
 
 register_optimizer_step_pre_hook(cut_plain_state)

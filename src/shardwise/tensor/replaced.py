@@ -64,8 +64,8 @@ class Replaced:
                 f"{by}, from model.parameters(),{passing}"
             )
         warnings.warn(
-            f"the gradient of '{name}' is asked of the tensor that {by} has replaced, and which "
-            "never gets one; ask model.parameters()",
+            f"the gradient of '{name}' was read from the tensor that {by} has replaced, which "
+            "never gets one; read it from model.parameters()",
             stacklevel=2,
         )
         return _GRAD.__get__(self)

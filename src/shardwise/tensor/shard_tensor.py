@@ -7,7 +7,7 @@ one of:
 - elementwise (optimizers, EMA, clipping): run on this rank's elements, nothing sent;
 - a reduction or norm of the whole tensor: completed over the ranks, so every rank has the result;
 - a draw (``nn.init``, ``randn_like``): equal on every rank, each keeps its slice;
-- a write of one into a plain tensor: a plain tensor is whole, so it gets the whole value;
+- writing one into a plain tensor: it is gathered first, as a plain tensor is whole;
 - any other on a *parameter*: the full parameter takes its place, so a parameter used outside
   its module (weight decay in the loss, tied projections) is right, in autograd too;
 - any other on other ShardTensors (gradients, optimizer state): a ShardError with the remedy.
@@ -81,7 +81,7 @@ class ShardTensor(ShardTensorBase):
         """
         if not placements or not all(p.is_replicate() for p in placements):
             raise ShardError(
-                "redistribute: a ShardTensor stays where its unit puts it; use full_tensor()"
+                "redistribute: the unit decides the placement of a ShardTensor; use full_tensor()"
             )
         mesh = self._cut.mesh
         return DTensor.from_local(self.full_tensor(), mesh, placements, run_check=False)

@@ -14,7 +14,7 @@ from shardwise.tensor.elements import elements_of
 if TYPE_CHECKING:
 
     class Sharded(nn.Parameter, DTensor):
-        """What stands in ``model.parameters()``: a DTensor that is a parameter."""
+        """A tensor of ``model.parameters()``: a DTensor that is a parameter."""
 
 
 class OwnedGradient(Protocol):

@@ -26,7 +26,7 @@ _HANDLES = frozenset({"data_ptr", "storage", "untyped_storage", "_typed_storage"
 
 
 def _refused_handle(name: str) -> ShardError:
-    """Return the error of a call that would give the memory of a view away."""
+    """Return the error of a call that would expose the memory of a view."""
     lost = f"{name} of a view of a sharded tensor: writes to its memory would be lost"
     optimizer = running_optimizer()
     if optimizer is None:

@@ -35,7 +35,7 @@ from shardwise.layout.segments import Layout, build_layout
 from shardwise.layout.units import ParamSpec, UnitSpec
 from shardwise.mesh import Axis
 from shardwise.stages import UnitSettings
-from shardwise.tensor.cut import axes_of_mesh, cut_along, cut_piece, make_cut, own_axes_of
+from shardwise.tensor.cut import axes_of_mesh, cut_along, cut_piece, dtensor_axes_of, make_cut
 from shardwise.tensor.inner import (
     chunk_of,
     has_own_gather,
@@ -119,7 +119,7 @@ class Materializer:
         self._homes = homes
         self._num_on_device = num_units_on_device(specs, config)
         self._comms = {comm.axes.mesh: comm}
-        self._own_axes = own_axes_of(param.param for spec in specs for param in spec.params)
+        self._own_axes = dtensor_axes_of(param.param for spec in specs for param in spec.params)
         self._seed = 0
         self.unwritten: list[str] | None = None  # names of tensors from meta; None if not on meta
 

@@ -24,7 +24,7 @@ from shardwise.offload.home import Home
 from shardwise.stages import STAGES, UnitSettings
 from shardwise.tensor.cut import as_dtensor, cut_along, cut_piece, make_cut
 from shardwise.tensor.inner import chunk_of, has_own_gather, holds_codes
-from shardwise.tensor.plain_state import FULLY_SHARD, OfFullyShard
+from shardwise.tensor.plain_state import FULLY_SHARD, FullyShardOwner
 from shardwise.trace import FullParamLedger
 from shardwise.unit.encodings import CONTIGUOUS, AlongDim, SubclassGather
 from shardwise.unit.param import DTensorForm, ShardedParam
@@ -114,7 +114,7 @@ def take(
     held = nn.Parameter(as_dtensor(chunk, spec), requires_grad=param.requires_grad)
     made.sharded = cast("Sharded", held)
     made.sharded._post_accumulate_grad_hooks = param._post_accumulate_grad_hooks
-    vars(made.sharded)[FULLY_SHARD] = OfFullyShard(made)
+    vars(made.sharded)[FULLY_SHARD] = FullyShardOwner(made)
     unit.add(made)
 
 
@@ -206,7 +206,7 @@ def _reread(param: ShardedParam) -> bool:
     if not isinstance(found, DTensor):
         raise AssertionError(f"parameter '{param.name}': expected DTensor, got {type(found)}")
     param.sharded = cast("Sharded", found)
-    vars(found)[FULLY_SHARD] = OfFullyShard(param)
+    vars(found)[FULLY_SHARD] = FullyShardOwner(param)
     local = found._local_tensor
     return local is not param.local or has_own_gather(local) == param.encoding.is_in_storage
 

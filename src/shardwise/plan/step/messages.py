@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 from shardwise.comm.shares import (
     BLOCK_NUMEL,
-    gathered_together,
-    goes_as_it_lies,
     is_small,
-    lands_in_mean,
     owned_ranges,
+    packed_segments,
+    receives_into_mean,
+    sends_without_packing,
 )
 from shardwise.layout.memory import StorageMemory
 from shardwise.layout.segments import Segment, even_segment
@@ -137,7 +137,7 @@ def gather_message(
     most = max(sum(s.share_numel(r) * size for s, size, _ in items) for r in range(num_ranks))
     payload = most * num_ranks
     owned = [s.bounds(0)[1] * size for s, size, _ in items]
-    small = gathered_together([s.shard_numel * size for s, size, _ in items])
+    small = packed_segments([s.shard_numel * size for s, size, _ in items])
     num_messages = sum(size > 0 for n, size in enumerate(owned) if n not in small)
     filled = sum(items[n][0].numel * items[n][1] for n in small)  # of all ranks
     packed = sum(owned[n] for n in small)
@@ -167,7 +167,7 @@ def scattered_message(
                 size
                 for peer in range(1, num_ranks)
                 for size in sizes
-                if not lands_in_mean(size, casts, peer, rank)
+                if not receives_into_mean(size, casts, peer, rank)
             )
             continue
         small_sizes = [size for size in sizes if is_small(size)]
@@ -195,7 +195,7 @@ def packed_message(
     numels = [numel for _, numel in parts]
     sent = segment.shard_numel * reduce * (num_ranks - 1)
     divided = 2 * segment.shard_numel * reduce
-    if goes_as_it_lies(numels, full, wire != reduce):
+    if sends_without_packing(numels, full, wire != reduce):
         return Message(full * reduce, sent, num_messages=1, after=divided)
     zeros = full * reduce if sum(numels) < full else 0
     return Message(
