@@ -23,7 +23,10 @@ _MIN_TO_PRUNE = 16
 
 
 class Aliases:
-    """The live tensors over one parameter's elements, ``num_assigned`` times given a copy."""
+    """The live tensors over one parameter's elements.
+
+    ``num_assigned`` counts assignments to the parameter's data; each gives these tensors a copy.
+    """
 
     def __init__(self) -> None:
         self.num_assigned = 0
@@ -31,9 +34,10 @@ class Aliases:
         self._prune_at = _MIN_TO_PRUNE
 
     def add(self, elements: torch.Tensor) -> None:
-        """Note a plain tensor over the parameter's elements, also that inside a ShardTensor.
+        """Record a plain tensor over the parameter's elements, also one inside a ShardTensor.
 
-        torch swaps no tensor with a weak reference, so none is taken to a ShardTensor.
+        It is kept by a weak reference. There is none to a ShardTensor, because torch cannot swap
+        tensors that have weak references.
         """
         self._tensors.append(weakref.ref(elements))
         if len(self._tensors) >= self._prune_at:
@@ -57,7 +61,8 @@ class Aliases:
                 "or keep a copy of it: p.data.clone()"
             )
         self.num_assigned += 1
-        self._tensors, self._prune_at = [], _MIN_TO_PRUNE
+        self._tensors = []
+        self._prune_at = _MIN_TO_PRUNE
         kept = local.detach().clone() if live else local
         for tensor in live:
             offset = tensor.storage_offset() - local.storage_offset()
@@ -69,7 +74,8 @@ class SharedParam:
 
     def __init__(self, name: str, aliases: Aliases) -> None:
         self.name = name
-        self._aliases, self._num_assigned = aliases, aliases.num_assigned
+        self._aliases = aliases
+        self._num_assigned = aliases.num_assigned
 
     def check(self, name: str) -> None:
         """Raise ShardError if the two parameters would still share memory."""

@@ -262,23 +262,23 @@ def _run_gathered(call: Operation) -> object:
     full = Operation(call.func, call.name, tuple(map(whole, call.args)), kwargs)
     step = running_step()
     assert step is not None
-    step.note(call.name, sum(each.nbytes for _, each in wholes.values()))
-    before = {key: each._version for key, (_, each) in wholes.items()}
+    step.note(call.name, sum(gathered.nbytes for _, gathered in wholes.values()))
+    before = {key: gathered._version for key, (_, gathered) in wholes.items()}
     result = full.run()
     by_schema = set(map(id, _written_by_schema(full)))
     written = [
-        (shard, each)
-        for key, (shard, each) in wholes.items()
-        if each._version != before[key] or id(each) in by_schema
+        (shard, gathered)
+        for key, (shard, gathered) in wholes.items()
+        if gathered._version != before[key] or id(gathered) in by_schema
     ]
-    for shard, each in written:
-        if each.shape != shard.shape:
+    for shard, gathered in written:
+        if gathered.shape != shard.shape:
             raise refusal(f"{call.name}, which changes its shape,", [shard])
-        shard._local_tensor.copy_(shard._cut.slice_of(each))
+        shard._local_tensor.copy_(shard._cut.slice_of(gathered))
     if call.args and isinstance(call.args[0], list | tuple) and call.is_in_place:
         return call.args[0]
-    for shard, each in written:
-        if each is result:
+    for shard, gathered in written:
+        if gathered is result:
             return shard
     return _through_views(call, full, result)
 
@@ -287,9 +287,10 @@ def _written_by_schema(call: Operation) -> Iterator[object]:
     """Yield the arguments that an operator writes; versions do not count what kernels write."""
     schema = getattr(getattr(call.func, "default", call.func), "_schema", None)
     if schema is not None:
-        given = dict(zip((each.name for each in schema.arguments), call.args, strict=False))
+        names = [argument.name for argument in schema.arguments]
+        values = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
         for argument in schema.arguments:
-            value = {**given, **call.kwargs}.get(argument.name)
+            value = values.get(argument.name)
             if argument.alias_info is not None and argument.alias_info.is_write:
                 yield from value if isinstance(value, list | tuple) else [value]
 
@@ -302,24 +303,24 @@ def _through_views(call: Operation, full: Operation, result: object) -> object:
         if not isinstance(source, ShardTensorBase):
             continue
         assert isinstance(whole, torch.Tensor)
-        is_apart = not torch.is_grad_enabled() or _is_outside_graph(source)
-        place = whole.untyped_storage().data_ptr()
-        copies[place] = GatheredCopy(alias_of(source), whole) if is_apart else None
+        is_copy = not torch.is_grad_enabled() or _is_outside_graph(source)
+        address = whole.untyped_storage().data_ptr()
+        copies[address] = GatheredCopy(alias_of(source), whole) if is_copy else None
 
     def through(made: Any) -> Any:
         if isinstance(made, list | tuple):
-            through_all = [through(each) for each in made]
-            return made if all(map(operator.is_, through_all, made)) else type(made)(through_all)
+            members = [through(member) for member in made]
+            return made if all(map(operator.is_, members, made)) else type(made)(members)
         if type(made).__module__ == "numpy" and hasattr(made, "flags"):
             made.flags.writeable = False  # a write to it would be lost
         if not isinstance(made, torch.Tensor) or made.requires_grad or not made.numel():
             return made
         if made.layout != torch.strided:
             return made
-        place = made.untyped_storage().data_ptr()
-        if place not in copies:
+        address = made.untyped_storage().data_ptr()
+        if address not in copies:
             return made
-        copy = copies[place]
+        copy = copies[address]
         if copy is None:
             raise refusal(f"{call.name} (a view, which may be written)", sources)
         return WholeView.of(made, copy)
@@ -339,10 +340,10 @@ def _place_of_inplace(func: Callable[..., object]) -> int | None:
 def _run_lists(call: Operation) -> object:
     """Run an elementwise function of lists of tensors (foreach, fused) on the local tensors."""
     leads, name = call.args[0], call.name
-    own = [_locals_of_list(a, leads, name) for a in call.args]
-    named = {key: _locals_of_list(value, leads, name) for key, value in call.kwargs.items()}
-    result = call.func(*own, **named)
-    if name.startswith("_fused_") or any(type(t) is not torch.Tensor for t in own[0]):
+    args = [_locals_of_list(value, leads, name) for value in call.args]
+    kwargs = {key: _locals_of_list(value, leads, name) for key, value in call.kwargs.items()}
+    result = call.func(*args, **kwargs)
+    if name.startswith("_fused_") or any(type(t) is not torch.Tensor for t in args[0]):
         # torch does not count the changes of fused kernels and of tensor subclasses.
         torch.autograd.graph.increment_version(
             [t._local_tensor for t in leads if isinstance(t, ShardTensorBase)]
@@ -457,8 +458,8 @@ def _operand(value: Any, cut: Cut, name: str) -> Any:
             )
         return value._local_tensor
     if isinstance(value, DTensor):  # torch's own, which a loader made "like" a parameter
-        is_cut_alike = value.device_mesh == cut.mesh and value.placements == cut.placements
-        return value._local_tensor if is_cut_alike else cut.slice_of(value.full_tensor())
+        has_same_cut = value.device_mesh == cut.mesh and value.placements == cut.placements
+        return value._local_tensor if has_same_cut else cut.slice_of(value.full_tensor())
     if isinstance(value, torch.Tensor):
         return value.reshape(()) if value.numel() == 1 else cut.slice_of(value)
     return value
@@ -470,25 +471,25 @@ def _locals_of_list(value: Any, leads: Sequence[Any], name: str) -> Any:
         return value
     if value is leads or len(value) != len(leads):
         return [v._local_tensor if isinstance(v, ShardTensorBase) else v for v in value]
-    found: list[object] = []
+    members: list[object] = []
     for item, lead in zip(value, leads, strict=True):
         if isinstance(item, ShardTensorBase):
             if isinstance(lead, ShardTensorBase) and item._cut is lead._cut:
-                found.append(item._local_tensor)
+                members.append(item._local_tensor)
                 continue
         elif isinstance(item, torch.Tensor) and item.dim() == 0:
-            found.append(item)
+            members.append(item)
             continue
         if isinstance(lead, ShardTensorBase) and isinstance(item, torch.Tensor):
             if isinstance(item, ShardTensorBase) and item._cut is lead._cut:
-                found.append(item._local_tensor)
+                members.append(item._local_tensor)
             else:
-                found.append(_operand(item, lead._cut, name))
+                members.append(_operand(item, lead._cut, name))
         elif isinstance(item, ShardTensorBase) and name.startswith("_fused_"):
             raise refusal(f"{name} into a plain tensor", [item])
         else:
-            found.append(_full(item))
-    return found
+            members.append(_full(item))
+    return members
 
 
 def _unscale(call: Operation) -> None:
@@ -533,8 +534,8 @@ def _fill_masked(call: Operation) -> object:
     is_plain = not isinstance(value, torch.Tensor) or (
         value.ndim == 0 and not isinstance(value, ShardTensorBase)
     )
-    is_alike = mask.dtype == torch.bool and mask._cut.matches(tensor._cut)
-    if not is_plain or not is_alike or is_replicated(call.shards):
+    has_same_cut = mask.dtype == torch.bool and mask._cut.matches(tensor._cut)
+    if not is_plain or not has_same_cut or is_replicated(call.shards):
         return NotImplemented
     tensor._local_tensor[mask._local_tensor] = value
     return None

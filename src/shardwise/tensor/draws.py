@@ -20,8 +20,10 @@ _SITE = CollectiveId("broadcast", "(generator)", 0)
 
 
 @contextmanager
-def same_draws(cut: Cut, device: torch.device, own: torch.Generator | None) -> Iterator[None]:
-    """Draw as rank 0 does, from the default generators or ``own``; every rank must enter.
+def same_draws(cut: Cut, device: torch.device, generator: torch.Generator | None) -> Iterator[None]:
+    """Draw inside from the state of rank 0's generators; every rank must enter.
+
+    These are the default generators, or ``generator``.
 
     **Cost** one broadcast of the generator's state, 5 KB.
     """
@@ -29,34 +31,34 @@ def same_draws(cut: Cut, device: torch.device, own: torch.Generator | None) -> I
     if all(axis.size == 1 for axis in (*comm.axes.all, *cut.outer_axes)):
         yield
         return
-    before = generator_states(device, own)
+    before = generator_states(device, generator)
     first = torch.cat(list(before)).to(comm.device)
     comm.broadcast(first, _SITE, also=cut.outer_axes)
     states = first.cpu().split([state.numel() for state in before])
-    set_generator_states(device, states, own)
+    set_generator_states(device, states, generator)
     try:
         yield
     finally:
         if not all(map(torch.equal, states, before)):
-            set_generator_states(device, before, own)
+            set_generator_states(device, before, generator)
 
 
 def generator_states(
-    device: torch.device, own: torch.Generator | None = None
+    device: torch.device, generator: torch.Generator | None = None
 ) -> Sequence[torch.Tensor]:
-    """Return the states of the default generators of the host and ``device``, or of ``own``."""
-    if own is not None:
-        return [own.get_state()]
+    """Return the state of ``generator``, or of the default ones of the host and ``device``."""
+    if generator is not None:
+        return [generator.get_state()]
     accelerator = accelerator_generator(device)
     return [torch.get_rng_state(), *([] if accelerator is None else [accelerator])]
 
 
 def set_generator_states(
-    device: torch.device, states: Sequence[torch.Tensor], own: torch.Generator | None = None
+    device: torch.device, states: Sequence[torch.Tensor], generator: torch.Generator | None = None
 ) -> None:
-    """Give these generators these states; see `generator_states`."""
-    if own is not None:
-        own.set_state(states[0])
+    """Set the states that `generator_states` has returned."""
+    if generator is not None:
+        generator.set_state(states[0])
         return
     torch.set_rng_state(states[0])
     if len(states) > 1:

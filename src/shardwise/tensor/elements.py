@@ -13,8 +13,8 @@ _ELEMENTS: Any = DTensor.__dict__["_local_tensor"]
 
 def elements_of(tensor: DTensor) -> torch.Tensor:
     """Return this rank's elements without waiting, for their shape, dtype, device and bytes."""
-    found: torch.Tensor = _ELEMENTS.__get__(tensor)
-    return found
+    elements: torch.Tensor = _ELEMENTS.__get__(tensor)
+    return elements
 
 
 def set_elements(tensor: DTensor, local: torch.Tensor) -> None:

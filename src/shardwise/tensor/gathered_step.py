@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 
 class GatheredStep:
-    """What operations of one optimizer's step have gathered."""
+    """The gathers of one optimizer's step: the first operation, and the largest bytes of one."""
 
     def __init__(self) -> None:
         self.first = ""

@@ -77,7 +77,8 @@ def refuse_opaque(local: torch.Tensor, name: str) -> None:
 
 def has_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Tell whether two plain tensors have the same bits, those of NaN included."""
-    return torch.equal(*(each.contiguous().view(-1).view(torch.uint8) for each in (one, other)))
+    first, second = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other))
+    return torch.equal(first, second)
 
 
 def plain_parts(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -144,7 +145,7 @@ def inner_of(local: torch.Tensor, cut: Cut, name: str) -> list[Inner]:
     """
     if not has_own_gather(local):
         return [Inner("", local, cut)]
-    found = []
+    inner = []
     for suffix, part in plain_parts(local).items():
         if not part.dim() or part.shape[0] != local.shape[0]:
             raise ConfigError(
@@ -152,8 +153,8 @@ def inner_of(local: torch.Tensor, cut: Cut, name: str) -> list[Inner]:
                 f"{tuple(part.shape)}: not a row for each of the parameter's, so its cut "
                 "is unknown; use torch.distributed.checkpoint for such a model"
             )
-        found.append(Inner(suffix, part, cut_by_rows((cut.shape[0], *part.shape[1:]), cut)))
-    return found
+        inner.append(Inner(suffix, part, cut_by_rows((cut.shape[0], *part.shape[1:]), cut)))
+    return inner
 
 
 @torch.no_grad()
@@ -165,8 +166,8 @@ def gather_whole(local: torch.Tensor, cut: Cut, name: str = "(tensor)") -> torch
     if not has_own_gather(local):
         return cut.gather(local)
     full = local.new_zeros(cut.shape)
-    for mine, into in zip(inner_of(local, cut, name), plain_parts(full).values(), strict=True):
-        into.copy_(mine.cut.gather(mine.local))
+    for inner, target in zip(inner_of(local, cut, name), plain_parts(full).values(), strict=True):
+        target.copy_(inner.cut.gather(inner.local))
     return full
 
 

@@ -27,9 +27,9 @@ TRAITS = "_shardwise_traits"  # on an optimizer that was probed, see `step.probe
 def running_optimizer() -> torch.optim.Optimizer | None:
     """Return the innermost optimizer whose method is running; for messages."""
     for frame in _frames():
-        found = frame.f_locals.get("self")
-        if isinstance(found, torch.optim.Optimizer):
-            return found
+        instance = frame.f_locals.get("self")
+        if isinstance(instance, torch.optim.Optimizer):
+            return instance
     return None
 
 
@@ -84,7 +84,7 @@ class Replaced:
 def _optimizers_in(frame: FrameType, param: Any) -> Iterator[torch.optim.Optimizer]:
     for value in tuple(frame.f_locals.values()):
         if isinstance(value, torch.optim.Optimizer) and any(
-            held is param for group in value.param_groups for held in group["params"]
+            member is param for group in value.param_groups for member in group["params"]
         ):
             yield value
 

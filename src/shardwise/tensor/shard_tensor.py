@@ -93,10 +93,10 @@ class ShardTensor(ShardTensorBase):
         **Raises** ShardError where an optimizer that cuts or puts together tensors by itself reads
         a placement other than torch's.
         """
-        found = self._spec.placements
-        if isinstance(found[-1], Ragged):
+        placements = self._spec.placements
+        if isinstance(placements[-1], Ragged):
             check_reader(self, sys._getframe(1))
-        return found
+        return placements
 
     @property
     def grad(self) -> torch.Tensor | None:

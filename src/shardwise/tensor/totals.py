@@ -103,7 +103,8 @@ class LazyNorm(torch.Tensor):
                 total = self._norms.clone()
                 for kind, places in self._by_kind():
                     total.view(-1)[places] = kind.combine(self._norms.reshape(-1)[places])
-            self._norms, self._kinds = total, ()
+            self._norms = total
+            self._kinds = ()
         return self._norms
 
     def total(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -111,13 +112,13 @@ class LazyNorm(torch.Tensor):
         flat = self._norms.reshape(-1)
         if self._kinds[0].order == 0:  # the number of norms that are not 0 needs complete norms
             return torch.linalg.vector_norm(self.resolve().reshape(-1), *args, **kwargs)
-        found = [
+        totals = [
             kind.combine(torch.linalg.vector_norm(flat[places], *args, **kwargs))
             for kind, places in self._by_kind()
         ]
-        if len(found) == 1:
-            return found[0]
-        return torch.linalg.vector_norm(torch.stack(found), *args, **kwargs)
+        if len(totals) == 1:
+            return totals[0]
+        return torch.linalg.vector_norm(torch.stack(totals), *args, **kwargs)
 
     def _by_kind(self) -> list[tuple[NormKind, Any]]:
         """Return the kinds in order of appearance, with the places of each one's norms."""
@@ -151,7 +152,7 @@ class LazyNorm(torch.Tensor):
             return args[0].total(*args[1:], **call.kwargs)
         result = call.run(_resolved)
         lazy = (value for value in call.values if isinstance(value, LazyNorm))
-        return next((given for given in lazy if given._norms is result), result)
+        return next((value for value in lazy if value._norms is result), result)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -176,9 +177,11 @@ def _stacked(values: Sequence[torch.Tensor]) -> LazyNorm | None:
     partials: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, LazyNorm):
-            kind, partial = (*value._kinds, complete)[0], value._norms
+            kind = value._kinds[0] if value._kinds else complete
+            partial = value._norms
         elif type(value) is torch.Tensor:
-            kind, partial = complete, value
+            kind = complete
+            partial = value
         else:
             return None
         if partial.dim() or kind.order != order:
@@ -256,7 +259,7 @@ def _total_norms(tensors: Sequence[torch.Tensor], order: object) -> list[torch.T
     parts = [t._local_tensor if isinstance(t, ShardTensorBase) else t for t in tensors]
     filled = [part for part in parts if part.numel()]
     norms = iter(torch._foreach_norm(filled, order) if filled else ())
-    found: list[torch.Tensor] = []
+    totals: list[torch.Tensor] = []
     kind: NormKind | None = None
     for tensor, part in zip(tensors, parts, strict=True):
         if part.numel():
@@ -265,12 +268,14 @@ def _total_norms(tensors: Sequence[torch.Tensor], order: object) -> list[torch.T
             value = norm_of_nothing(order, part.dtype, part.device)
         else:
             value = torch.linalg.vector_norm(part, order)  # or torch's error: there is none
-        if isinstance(tensor, ShardTensorBase) and (axes := (cut := tensor._cut).axes):
+        cut = tensor._cut if isinstance(tensor, ShardTensorBase) else None
+        axes = () if cut is None else cut.axes
+        if cut is not None and axes:
             if kind is None or kind.axes is not axes or kind.comm is not cut.comm:
                 kind = NormKind.of(order, cut)
             value = LazyNorm.of(value, kind)
-        found.append(value)
-    return found
+        totals.append(value)
+    return totals
 
 
 def _warn_of_plain(tensors: Sequence[torch.Tensor]) -> None:

@@ -128,7 +128,7 @@ class WholeView(torch.Tensor):
         with torch.no_grad() if written else nullcontext():
             for view in views:
                 view._copy.refresh()
-            with _draws_alike(call, views):
+            with _equal_draws(call, views):
                 result = call.run(_plain_in)
             for view in written:
                 view._copy.write_back()
@@ -166,7 +166,7 @@ def _written_by(call: Operation) -> Iterator[WholeView]:
         yield from (member for member in members if isinstance(member, WholeView))
 
 
-def _draws_alike(call: Operation, views: Sequence[WholeView]) -> Any:
+def _equal_draws(call: Operation, views: Sequence[WholeView]) -> Any:
     if call.name not in DRAWS:
         return nullcontext()
     source = views[0]._copy.source
@@ -176,7 +176,7 @@ def _draws_alike(call: Operation, views: Sequence[WholeView]) -> Any:
 def _wrapped(result: Any, views: Sequence[WholeView]) -> Any:
     """Wrap the results that are memory of a gathered copy."""
     if isinstance(result, list | tuple):
-        wrapped = [_wrapped(each, views) for each in result]
+        wrapped = [_wrapped(member, views) for member in result]
         return result if all(map(operator.is_, wrapped, result)) else type(result)(wrapped)
     is_done = isinstance(result, WholeView | ShardTensorBase)
     if not isinstance(result, torch.Tensor) or is_done or not result.numel():
