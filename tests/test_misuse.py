@@ -10,7 +10,10 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed._composable import replicate
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+from torch.distributed.fsdp import fully_shard as torchs_fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import shardwise
 from ranks import on_ranks, run_ranks
@@ -93,6 +96,103 @@ def test_a_model_wrapped_by_fsdp1_is_refused(rank, world_size):
     for model in (wrapped, nn.Sequential(wrapped)):
         with pytest.raises(ConfigError, match="wrapped in FullyShardedDataParallel"):
             shardwise.shard(model)
+
+
+def state_dict_of(model):
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        return model.state_dict()
+
+
+def summoned(model):
+    with FullyShardedDataParallel.summon_full_params(model):
+        return list(model.parameters())
+
+
+def part_of(function):
+    def make():
+        model = small()
+        function(model[0])
+        return model
+
+    return make
+
+
+WRAPPED = {
+    "DDP": (DistributedDataParallel, "Use the model without this wrapper"),
+    "FSDP1": (
+        lambda model: FullyShardedDataParallel(model, device_id=torch.device("cpu")),
+        "Use the model without this wrapper",
+    ),
+    "state_dict_type": (state_dict_of, "shardwise.gathered"),
+    "set_state_dict_type": (
+        lambda model: FullyShardedDataParallel.set_state_dict_type(
+            model, StateDictType.FULL_STATE_DICT
+        ),
+        "shardwise.gathered",
+    ),
+    "summon_full_params": (summoned, "shardwise.gathered"),
+    "optim_state_dict": (
+        lambda model: FullyShardedDataParallel.optim_state_dict(
+            model, torch.optim.SGD(model.parameters())
+        ),
+        "shardwise.save",
+    ),
+    "fully_shard": (torchs_fully_shard, "fully_shard"),
+    "replicate": (replicate, "shard"),
+}
+SHARDED = {
+    "shard": sharded,
+    "shard at stage 0": lambda: sharded(stage=0),
+    "fully_shard": lambda: shardwise.fully_shard(part_of(shardwise.fully_shard)()),
+    "a part by shard": part_of(shardwise.shard),
+    "a part by fully_shard": part_of(shardwise.fully_shard),
+}
+
+
+@pytest.mark.filterwarnings("ignore:FSDP.state_dict_type:FutureWarning")
+@pytest.mark.parametrize("kind", SHARDED)
+@on_ranks(2)
+def test_wrappers_of_torch_refuse_a_sharded_model_before_they_change_it(rank, kind):
+    model, is_part = SHARDED[kind](), "part" in kind
+    names = [name for name, _ in model.named_parameters()]
+    for name, (wrap, instead) in WRAPPED.items():
+        if name == "replicate" and is_part:
+            continue  # replicates the rest
+        with pytest.raises(Exception, match=instead) as caught:
+            wrap(model)
+        is_torchs = kind == "fully_shard" and name in ("fully_shard", "replicate")
+        assert is_torchs or isinstance(caught.value, ConfigError | StateError), name
+        assert [name for name, _ in model.named_parameters()] == names
+    model(torch.ones(2, 4)).sum().backward()
+
+
+@on_ranks(2)
+def test_wrappers_of_torch_take_plain_models_and_copies_that_are_whole(rank):
+    model, x = sharded(), torch.ones(2, 4)
+    with shardwise.gathered(model):
+        plain = copy.deepcopy(model)
+    expected = model(x)
+    for wrapped in (DistributedDataParallel(plain), torchs_fully_shard(copy.deepcopy(plain))):
+        assert torch.equal(wrapped(x), expected)
+
+
+@on_ranks(2)
+def test_ddp_around_a_sharded_part_that_it_ignores_averages_the_rest(rank):
+    model = part_of(shardwise.shard)()
+    names = [name for name, _ in model[0].named_parameters(prefix="0")]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    wrapped = DistributedDataParallel(model)
+    for _ in range(2):
+        wrapped(torch.full((2, 4), float(rank))).sum().backward()
+    whole = [model[2].weight.grad.clone() for _ in range(2)]
+    torch.distributed.broadcast(whole[1], 0)
+    assert torch.equal(*whole)
+
+
+@on_ranks(1)
+def test_fully_shard_over_parts_of_torchs_fully_shard_is_refused(rank):
+    with pytest.raises(ConfigError, match=r"torch's fully_shard\(\) was called on modules of it"):
+        shardwise.fully_shard(part_of(torchs_fully_shard)())
 
 
 @on_ranks(1, 2)

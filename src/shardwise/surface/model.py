@@ -34,6 +34,7 @@ from shardwise.engine.tree import ATTRIBUTE
 from shardwise.errors import ConfigError, StateError
 from shardwise.surface.methods import FSDPModule
 from shardwise.surface.state import ModuleState
+from shardwise.surface.wrappers import FSDP1_FUNCTIONS, refuse_wrappers
 from shardwise.trace import FullParamLedger
 from shardwise.unit.encodings import SubclassGather
 from shardwise.unit.param import ShardedParam, ShardTensorForm
@@ -42,7 +43,7 @@ from shardwise.unit.unit import Gather, Unit
 
 Memo = dict[int, Any]
 
-_HINTS = {
+_HINTS = FSDP1_FUNCTIONS | {
     "module": "shard() wraps nothing, as DistributedDataParallel does; drop `.module` and use the "
     "model itself",
     "join_hook": "torch's Join is for wrappers of its own; for ranks with different numbers of "
@@ -54,15 +55,13 @@ _HINTS = {
     "no_sync": "it belongs to the whole model: `with shardwise.accumulate(model, last=False):`",
     "save_16bit_model": "inside `with shardwise.gathered(model):` the state_dict() is whole",
     "save_checkpoint": "call shardwise.save(path, model, optimizer)",
-    "set_state_dict_type": "inside `with shardwise.gathered(model):` the state_dict() is whole",
-    "state_dict_type": "inside `with shardwise.gathered(model):` the state_dict() is whole",
     "step": "call optimizer.step(), then optimizer.zero_grad()",
-    "summon_full_params": "use `with shardwise.gathered(model):`",
 }
 
 
 def attach(model: nn.Module, engine: Engine, units: Sequence[Unit]) -> None:
     """Give the model and the modules with units their classes; store the units on the modules."""
+    refuse_wrappers()
     states: dict[int, ShardState] = {}
     _set_class(model, ShardedModel)
     for unit in units:
@@ -88,11 +87,16 @@ class StatesOfModule(dict[Any, Any]):
     """
 
     def __contains__(self, function: object) -> bool:
-        """Refuse `fully_shard` on a module that `shard` has sharded."""
+        """Refuse `fully_shard` and `replicate` on a module that `shard` has sharded."""
         if isinstance(self.get(function), ShardState):
             raise StateError(
                 "fully_shard() of a module that shard() has sharded: call one of the two. For "
                 "other units write shard(model, units=[...])"
+            )
+        if getattr(function, "__name__", "") == "replicate":
+            raise StateError(
+                "replicate() of a module that shard() has sharded: shard(model, stage=0) "
+                "replicates, and shard(mesh=Axes(...)) has replicas of shards"
             )
         return super().__contains__(function)
 

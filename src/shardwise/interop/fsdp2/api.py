@@ -11,6 +11,7 @@ from torch.distributed._composable import contract
 from torch.distributed._composable.contract import _get_registry
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_init import (
     _adjust_managed_modules,
     _get_managed_states,
@@ -38,6 +39,7 @@ from shardwise.interop.fsdp2.units import Asked, make_unit, take
 from shardwise.layout.placements import local_of
 from shardwise.layout.units import ParamUse
 from shardwise.mesh import Axis, nearby_axis
+from shardwise.surface.methods import FSDPModule
 from shardwise.tensor.inner import refuse_opaque
 from shardwise.tensor.replaced import retire
 from shardwise.tensor.shard_tensor import ShardTensor
@@ -209,6 +211,12 @@ def _check_container(module: Any) -> None:
     parts = (module,) if isinstance(module, nn.Module) else module
     if any(isinstance(p, ShardTensor) for part in parts for p in part.parameters()):
         raise ConfigError("module: it is sharded already, by shard(); use one or the other")
+    inner = (child for part in parts for child in part.modules())
+    if any(isinstance(m, TorchFSDPModule) and not isinstance(m, FSDPModule) for m in inner):
+        raise ConfigError(
+            "module: torch's fully_shard() was called on modules of it; call shardwise.fully_shard "
+            "on all of them"
+        )
 
 
 def _checked_reshard(asked: bool | int | None, spread: ShardingMesh) -> tuple[bool, Axis | None]:

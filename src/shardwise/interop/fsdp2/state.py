@@ -34,6 +34,7 @@ from shardwise.layout.units import ParamUse
 from shardwise.names import list_names
 from shardwise.surface.methods import FSDPModule
 from shardwise.surface.state import Member, ModuleState
+from shardwise.surface.wrappers import refuse_wrappers
 from shardwise.tensor.inner import plain_parts
 from shardwise.trace import FullParamLedger
 from shardwise.unit.materialize import is_unwritten, poison
@@ -126,6 +127,7 @@ class State(ModuleState):
 
     def attach(self, modules: tuple[nn.Module, ...], units: list[Unit], asked: Asked) -> None:
         """Store the units and register hooks on the modules."""
+        refuse_wrappers()
         self.modules, self.units, self.asked = modules, units, asked
         self.adopt()
         for module in modules:

@@ -1,0 +1,110 @@
+"""Errors for torch's wrappers, and for functions of FSDP1, that are given a sharded model."""
+
+from collections.abc import Callable, Iterable
+from functools import cache, wraps
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp._fully_shard import _fsdp_init
+from torch.distributed.fsdp._fully_shard import _fully_shard as _of_torch
+from torch.nn.parallel import DistributedDataParallel
+
+from shardwise.engine.model import noted_state
+from shardwise.engine.tree import ATTRIBUTE
+from shardwise.errors import ConfigError
+from shardwise.surface.state import ModuleState
+from shardwise.tensor.plain_state import owner_of
+
+_WHOLE_STATE = (
+    "inside `with shardwise.gathered(model):` the state_dict() is whole, and "
+    "shardwise.save(path, model, optimizer) writes a sharded checkpoint"
+)
+_SAVED = "call shardwise.save(path, model, optimizer) and shardwise.load(path, model, optimizer)"
+FSDP1_FUNCTIONS = {
+    "state_dict_type": _WHOLE_STATE,
+    "set_state_dict_type": _WHOLE_STATE,
+    "summon_full_params": "use `with shardwise.gathered(model):`",
+    "optim_state_dict": _SAVED,
+    "optim_state_dict_to_load": _SAVED,
+    "full_optim_state_dict": _SAVED,
+    "sharded_optim_state_dict": _SAVED,
+}
+
+
+@cache
+def refuse_wrappers() -> None:
+    """Let torch's wrappers and FSDP1's functions refuse sharded models, from now on.
+
+    They would find nothing to do, without an error, or replace parameters that are in use.
+    """
+    for wrapper in (DistributedDataParallel, FullyShardedDataParallel):
+        wrapper.__init__ = _refusing_wrapper(wrapper)  # type: ignore[method-assign]
+    for name, instead in FSDP1_FUNCTIONS.items():
+        function = _refusing(getattr(FullyShardedDataParallel, name), instead)
+        setattr(FullyShardedDataParallel, name, staticmethod(function))
+    for file in (_fsdp_init, _of_torch):  # newer versions of torch call it in the first of them
+        if hasattr(file, "_get_managed_modules"):
+            file._get_managed_modules = _refusing_parts(file._get_managed_modules)
+
+
+def _refusing_wrapper(wrapper: Any) -> Callable[..., None]:
+    init = wrapper.__init__
+
+    @wraps(init)
+    def checked(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+        ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+        found = _find_sharded(module, ignored if wrapper is DistributedDataParallel else ())
+        if found is not None:
+            raise ConfigError(
+                f"{wrapper.__name__}: {found} is sharded by Shardwise, which averages gradients "
+                "itself. Use the model without this wrapper. If only a part is sharded, shard the "
+                "whole model"
+            )
+        init(self, module, *args, **kwargs)
+
+    return checked
+
+
+def _refusing(function: Callable[..., Any], instead: str) -> Callable[..., Any]:
+    @wraps(function)
+    def checked(module: Any, *args: Any, **kwargs: Any) -> Any:
+        found = _find_sharded(module)
+        if found is not None:
+            raise ConfigError(
+                f"FullyShardedDataParallel.{function.__name__}: {found} is sharded by Shardwise, "
+                f"so FSDP1 finds nothing in it. Instead, {instead}"
+            )
+        return function(module, *args, **kwargs)
+
+    return checked
+
+
+def _refusing_parts(managed: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(managed)
+    def checked(roots: Iterable[nn.Module], *args: Any, **kwargs: Any) -> Any:
+        for root in roots:
+            found = _find_sharded(root)
+            if found is not None:
+                raise ConfigError(
+                    f"torch's fully_shard: {found} is sharded by Shardwise. Use "
+                    "shardwise.fully_shard for the other modules and for the model, too"
+                )
+        return managed(roots, *args, **kwargs)
+
+    return checked
+
+
+def _find_sharded(model: object, ignored: Iterable[str] = ()) -> str | None:
+    """Return the words for the first part of a model that Shardwise has sharded, or None."""
+    if not isinstance(model, nn.Module):
+        return None
+    left_out = set(ignored)
+    for name, param in model.named_parameters():
+        if owner_of(param) is not None and name not in left_out:
+            return f"parameter '{name}' of this {type(model).__name__}"
+    for name, module in model.named_modules():
+        is_ours = ATTRIBUTE in vars(module) or isinstance(noted_state(module), ModuleState)
+        if is_ours and not left_out:
+            return f"submodule '{name}' of this {type(model).__name__}" if name else "this model"
+    return None
