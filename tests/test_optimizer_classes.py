@@ -4,6 +4,7 @@ The oracle is a plain loop in one process. `campaigns/optimizers.py` runs the cl
 libraries; a few of torch's and transformers' run here, and must have the verdicts of the docs.
 """
 
+import copy
 import json
 import random
 import sys
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 ROOT = Path(__file__).parents[1]
@@ -231,3 +233,35 @@ def test_verdicts_of_the_docs_hold(rank, world_size):
             assert is_right or found["verdict"] == row["verdict"] == "refused", (name, case, found)
             assert is_right or set(named_remedies(found["message"])) == set(row["remedies"])
     dist.barrier()
+
+
+class TransposesInPlace(torch.optim.Optimizer):
+    """Transposes gradients in place, a dim with itself first, as Shampoo of pytorch_optimizer."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for param in self.param_groups[0]["params"]:
+            grad = param.grad
+            for dim in range(grad.dim()):
+                grad = grad.transpose_(0, dim).contiguous() * 0.5
+            param.add_(grad.view(param.shape), alpha=-0.1)
+
+
+@on_ranks(2)
+def test_a_dim_is_transposed_with_itself_in_place_where_tensors_are_whole():
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    models = [shard(copy.deepcopy(plain), stage=0), plain]
+    for model in models:
+        optimizer = TransposesInPlace(model.parameters())
+        for _ in range(2):
+            model(torch.ones(2, 4)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for ours, expected in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(ours.full_tensor(), expected)
+    with pytest.raises(ShardError, match="transpose_ on a ShardTensor"):
+        models[0][0].weight.detach().transpose_(0, 1)

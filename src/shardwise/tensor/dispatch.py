@@ -186,9 +186,19 @@ def _noting_aliases(result: object, shards: Sequence[ShardTensorBase]) -> object
     return result
 
 
+def _swaps_dim_with_itself(call: Operation) -> bool:
+    dims = call.args[1:]
+    if call.name not in ("transpose_", "swapaxes_", "swapdims_") or len(dims) != 2:
+        return False
+    rank = call.args[0].dim()
+    return all(-rank <= dim < rank for dim in dims) and (dims[0] - dims[1]) % rank == 0
+
+
 def _run_replicated(call: Operation) -> object:
     """Run a function on the local tensors, which are whole; refuse one that would reshape them."""
     if call.name in RESHAPES:
+        if _swaps_dim_with_itself(call):
+            return call.args[0]  # Shampoo of pytorch_optimizer: grad.transpose_(0, 0)
         raise ShardError(
             f"{call.name} on a ShardTensor of shape {call.shards[0]._cut.shape}: the shape and "
             "memory of a sharded model's tensors stay; write values with copy_, or use the form "
