@@ -3,7 +3,9 @@
 import copy
 import logging
 import pickle
+from abc import ABC
 from contextlib import nullcontext
+from typing import Generic, TypeVar
 
 import pytest
 import torch
@@ -35,6 +37,22 @@ class Named(Stack):
 
     def halved(self, x):
         return self.forward(x) / 2
+
+
+class AbcFirst(ABC, nn.Linear):
+    """Its first base that adds a ``__dict__`` is its own: `ABC` has none."""
+
+
+class GenericFirst(Generic[TypeVar("T")], nn.Linear):
+    pass
+
+
+class Mixin(ABC):  # noqa: B024
+    pass
+
+
+class MixinFirst(Mixin, nn.Linear):
+    pass
 
 
 class Registered(Block):
@@ -431,3 +449,27 @@ def test_a_numpy_array_of_a_full_parameter_is_told_and_the_next_steps_are_right(
                 optimizer.zero_grad()
                 losses[reads].append(loss.item())
     assert losses[True] == losses[False]
+
+
+@pytest.mark.parametrize("kind", [AbcFirst, GenericFirst, MixinFirst])
+@on_ranks(2)
+def test_modules_with_an_abstract_or_generic_first_base_are_sharded(rank, kind):
+    torch.manual_seed(0)
+    plain = nn.Sequential(kind(4, 4), nn.Tanh(), kind(4, 4))
+    x = torch.ones(2, 4)
+    plain(x).sum().backward()
+    for name, function in {"shard": shard, "fully_shard": shardwise.fully_shard}.items():
+        model = copy.deepcopy(plain)
+        model.zero_grad()
+        if name == "shard":
+            shard(model, units=[kind])
+        else:
+            for each in (model[0], model[2], model):
+                function(each)
+        assert isinstance(model[0], kind) and isinstance(model[0], FSDPModule)
+        assert type(type(model[0])(2, 2)) is kind
+        model(x).sum().backward()
+        for ours, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(ours.grad.full_tensor(), expected.grad), name
+    copied = copy.deepcopy(shard(copy.deepcopy(plain), units=[kind]))
+    assert torch.equal(copied(x), plain(x))

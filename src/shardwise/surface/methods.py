@@ -6,7 +6,7 @@ replaces the frozen settings of units; all ranks call it, between passes. A sett
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
@@ -31,6 +31,9 @@ class Handle(UnshardHandle):
             unit.finish_unshard()
             unit.show()
         self._units = ()
+
+
+_Any = TypeVar("_Any")
 
 
 class FSDPModule(TorchFSDPModule):
@@ -245,6 +248,26 @@ class FSDPModule(TorchFSDPModule):
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Accept it: every gather runs in the background."""
+
+
+def make_subclass(cls: Any, base: type, name: str, members: dict[str, Any]) -> Any:
+    """Return a subclass of ``base`` and ``cls`` that instances of ``cls`` can be given.
+
+    Python compares the memory layouts of two classes by the first base that adds a ``__dict__``. If
+    in ``cls`` this base inherits from `abc.ABC` or `typing.Generic`, as a mixin before nn.Module
+    may, the subclass gets a first base of the same origin.
+    """
+    index = base._orig_cls_mro_index  # type: ignore[attr-defined]
+    of_dict = cls
+    while of_dict.__base__.__dictoffset__:
+        of_dict = of_dict.__base__
+    origin = of_dict.__base__
+    if origin is object:
+        return type(cls)(name, (base, cls), members)
+    given = {"__orig_bases__": (Generic[_Any],)} if origin is Generic else {}
+    root = type(origin)(f"_{name}Layout", (origin,), given)
+    members = {**members, "_orig_cls_mro_index": index + 1}
+    return type(cls)(name, (root, base, cls), members)
 
 
 # Functions, not methods: a method could shadow a name of the user's class.

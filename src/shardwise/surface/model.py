@@ -32,7 +32,7 @@ from shardwise.engine.model import attach_engine, compare_load, note_state
 from shardwise.engine.runtime import Engine
 from shardwise.engine.tree import ATTRIBUTE
 from shardwise.errors import ConfigError, StateError
-from shardwise.surface.methods import FSDPModule
+from shardwise.surface.methods import FSDPModule, make_subclass
 from shardwise.surface.state import ModuleState
 from shardwise.surface.wrappers import FSDP1_FUNCTIONS, refuse_wrappers
 from shardwise.trace import FullParamLedger
@@ -218,7 +218,7 @@ def sharded_class(cls: Any, base: type = ShardedModel) -> Any:
     members |= {name: getattr_static(cls, name) for name in public if hasattr(cls, name)}
     if base is ShardedModel and not hasattr(cls, "no_sync"):
         members["no_sync"] = no_sync
-    return type(cls)(cls.__name__, (base, cls), members)
+    return make_subclass(cls, base, cls.__name__, members)
 
 
 def _hide(module: ShardedModule) -> None:

@@ -43,7 +43,8 @@ def refuse_wrappers() -> None:
     for name, instead in FSDP1_FUNCTIONS.items():
         function = _refusing(getattr(FullyShardedDataParallel, name), instead)
         setattr(FullyShardedDataParallel, name, staticmethod(function))
-    for file in (_fsdp_init, _of_torch):  # newer versions of torch call it in the first of them
+    files: tuple[Any, ...] = (_fsdp_init, _of_torch)  # versions of torch call it in one of them
+    for file in files:
         if hasattr(file, "_get_managed_modules"):
             file._get_managed_modules = _refusing_parts(file._get_managed_modules)
 

@@ -32,7 +32,7 @@ from shardwise.interop.fsdp2.units import Asked, adopt, check_device, tie_free
 from shardwise.layout.placements import local_of
 from shardwise.layout.units import ParamUse
 from shardwise.names import list_names
-from shardwise.surface.methods import FSDPModule
+from shardwise.surface.methods import FSDPModule, make_subclass
 from shardwise.surface.state import Member, ModuleState
 from shardwise.surface.wrappers import refuse_wrappers
 from shardwise.tensor.inner import plain_parts
@@ -312,4 +312,4 @@ def sharded_class(cls: Any) -> Any:
         return self
 
     members = {"__deepcopy__": _refuse_deepcopy, "to_empty": to_empty}
-    return type(f"FSDP{cls.__name__}", (FSDPModule, cls), members)
+    return make_subclass(cls, FSDPModule, f"FSDP{cls.__name__}", members)
