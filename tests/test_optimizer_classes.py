@@ -236,7 +236,7 @@ def test_verdicts_of_the_docs_hold(rank, world_size):
 
 
 class TransposesInPlace(torch.optim.Optimizer):
-    """Transposes gradients in place, a dim with itself first, as Shampoo of pytorch_optimizer."""
+    """Transposes gradients in place, a dim with itself, as Shampoo of pytorch_optimizer."""
 
     def __init__(self, params):
         super().__init__(params, {})
@@ -244,10 +244,7 @@ class TransposesInPlace(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure=None):
         for param in self.param_groups[0]["params"]:
-            grad = param.grad
-            for dim in range(grad.dim()):
-                grad = grad.transpose_(0, dim).contiguous() * 0.5
-            param.add_(grad.view(param.shape), alpha=-0.1)
+            param.add_(param.grad.transpose_(0, -param.dim()).contiguous(), alpha=-0.1)
 
 
 @on_ranks(2)
