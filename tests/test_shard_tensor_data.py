@@ -180,3 +180,34 @@ def test_a_write_through_a_view_of_the_graphs_parameter_is_refused_by_the_next_p
     with pytest.raises(ShardError, match=r"'0\.weight' was written through a tensor"):
         model(x)
     model(x).sum().backward()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@on_ranks(1, 2)
+def test_an_assignment_under_a_view_of_a_view_keeps_its_values_or_is_refused(world_size, stage):
+    torch.manual_seed(1)
+    model = shard(nn.Sequential(nn.Linear(5, 5)), stage=stage)
+    param = model[0].weight
+    before = param.full_tensor().clone()
+    for make in (
+        lambda: param.data.view(-1)[3:9],
+        lambda: param.detach().view(-1)[3:9],
+        lambda: [param.data, param.data.view(-1)[3:9]][1],
+    ):
+        view = make()
+        if stage:  # views are of gathered copies
+            param.data = param.data * 0.5
+            assert torch.equal(whole(view), before.view(-1)[3:9])
+            param.data = before
+            continue
+        with pytest.raises(ShardError, match="made of another view"):
+            param.data = param.data * 0.5
+        assert torch.equal(param.full_tensor(), before)
+        kept = view.clone()
+        del view
+        param.data = param.data * 0.5
+        assert torch.equal(kept, before.view(-1)[3:9])
+        param.data = before
+    known = param.data.view(-1)
+    param.data = param.data * 0.5
+    assert torch.equal(whole(known), before.view(-1))

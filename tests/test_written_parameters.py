@@ -91,6 +91,27 @@ def test_a_write_to_a_frozen_parameter_in_forward_is_kept_or_refused_by_name(wor
             model(torch.ones(2, 4)).sum().backward()
 
 
+def reads_before(module):
+    module.read = module.code.data
+    module.code.data = module.code.data * 0.5
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@on_ranks(1, 2)
+def test_tensors_over_old_data_keep_its_values_after_an_assignment_in_forward(world_size, stage):
+    for write in (assigned, replaced, reads_before):
+        model = shard(nn.Sequential(Codebook(write), nn.Linear(4, 4)), units=[], stage=stage)
+        code = model[0].code
+        held = [code.data, code.detach(), model.state_dict()["0.code"], code.data.view(-1)]
+        model(torch.ones(2, 4)).sum().backward()
+        if write is reads_before:
+            assert model[0].read.eq(1).all()
+        for each in held:
+            old = each.full_tensor() if hasattr(each, "full_tensor") else each
+            assert old.eq(1).all(), write.__name__
+        assert model[0].code.full_tensor().eq(0.5).all()
+
+
 @on_ranks(2)
 def test_a_trained_parameter_replaced_in_forward_is_refused():
     class Renewed(nn.Linear):

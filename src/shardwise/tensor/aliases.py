@@ -5,7 +5,9 @@ Note [Assignment of data]
 memory with the old values: scripts swap averaged weights in and out so. A sharded parameter cannot
 change its memory, as gathers read it, so the values of ``x`` are copied. Tensors over the old
 memory (``p.data``, ``p.detach()``, ``state_dict()``, ``to_local()``) first get a copy of the old
-values, which they share. Memory that would be shared with ``x`` from then on cannot be kept:
+values, which they share. A view of a view of ``p.data`` is in no list; the number of references to
+the view that it was made of shows it, and the assignment is refused. Memory that would be shared
+with ``x`` from then on cannot be kept:
 
 - of another parameter (``a.data = b.data``): refused when the model runs next, unless one of the
   two has got other values by then, as in a swap;
@@ -13,6 +15,7 @@ values, which they share. Memory that would be shared with ``x`` from then on ca
 """
 
 import weakref
+from collections.abc import Sequence
 
 import torch
 
@@ -49,8 +52,8 @@ class Aliases:
 
         **Cost** the copy, if there are any.
 
-        **Raises** ShardError if the elements are of a tensor subclass, whose memory cannot be
-        replaced.
+        **Raises** ShardError, before any change, if the elements are of a tensor subclass, whose
+        memory cannot be replaced, or if a view is in use that is not known.
         """
         tensors = [ref() for ref in self._tensors]
         live = [tensor for tensor in tensors if tensor is not None and tensor is not local]
@@ -60,13 +63,32 @@ class Aliases:
                 "while another tensor refers to it (p.data, p.detach(), state_dict()); drop that, "
                 "or keep a copy of it: p.data.clone()"
             )
+        _refuse_hidden_views(live, name)
         self.num_assigned += 1
         self._tensors = []
         self._prune_at = _MIN_TO_PRUNE
-        kept = local.detach().clone() if live else local
-        for tensor in live:
-            offset = tensor.storage_offset() - local.storage_offset()
-            tensor.data = kept.as_strided(tensor.size(), tensor.stride(), offset)
+        move_to_copy(live, local)
+
+
+def move_to_copy(tensors: Sequence[torch.Tensor], memory: torch.Tensor) -> None:
+    """Give tensors over ``memory`` the memory of one copy of it."""
+    kept = memory.detach().clone() if tensors else memory
+    for tensor in tensors:
+        offset = tensor.storage_offset() - memory.storage_offset()
+        tensor.data = kept.as_strided(tensor.size(), tensor.stride(), offset)
+
+
+def _refuse_hidden_views(tensors: Sequence[torch.Tensor], name: str) -> None:
+    """Raise ShardError if a tensor has a view that is not among the tensors."""
+    for tensor in tensors:
+        num_views = sum(other._base is tensor for other in tensors)
+        if tensor._use_count() > 1 + num_views:  # type: ignore[attr-defined]
+            raise ShardError(
+                f"parameter '{name}': its .data was assigned while a view of its old values is in "
+                "use that was made of another view (p.data.view(-1)[3:9]), or is in a graph. An "
+                "ordinary parameter's view would keep the old values, and this one would show the "
+                "new ones. Drop it, or keep a copy of it: p.data.view(-1)[3:9].clone()"
+            )
 
 
 class SharedParam:

@@ -34,17 +34,27 @@ class DataAccess:
         """Note a read of ``param.data``. The version of ``data`` counts writes to it."""
         self.reads.append((param, data))
 
-    def take_written(self) -> dict[int, bool]:
-        """Return the ids of parameters that were assigned or written, and forget them.
+    def reads_of(self, param: nn.Parameter) -> list[torch.Tensor]:
+        """Return what ``param.data`` has returned since `forget`."""
+        return [data for read, data in self.reads if read is param]
+
+    def find_written(self) -> dict[int, bool]:
+        """Return the ids of parameters that were assigned or written since `forget`.
 
         The value is True if the parameter was written in place, through ``data``.
         """
-        if not self.reads and not self.assigned:
-            return {}
         written = {id(param): False for param in self.assigned}
-        written |= {id(param): True for param, data in self.reads if data._version}
+        return written | {id(param): True for param, data in self.reads if data._version}
+
+    def forget(self) -> None:
+        """Forget reads and assignments."""
         self.reads = []
         self.assigned = []
+
+    def take_written(self) -> dict[int, bool]:
+        """Return the result of `find_written`, and forget it."""
+        written = self.find_written()
+        self.forget()
         return written
 
 

@@ -20,7 +20,7 @@ from shardwise.errors import ShardError
 from shardwise.layout.boxes import contiguous_stride
 from shardwise.layout.placements import local_of
 from shardwise.layout.units import ParamUse
-from shardwise.tensor.aliases import Aliases, Shared, SharedParam, SharedPlain
+from shardwise.tensor.aliases import Aliases, Shared, SharedParam, SharedPlain, move_to_copy
 from shardwise.tensor.cut import Cut, as_dtensor
 from shardwise.tensor.shard_tensor import ShardTensor
 from shardwise.tensor.tensor_base import owner_of_elements
@@ -419,12 +419,15 @@ class ShardedParam:
         return self._storage.view(self.index)
 
     @torch.no_grad()
-    def keep_written(self, value: nn.Parameter, *, in_place: bool) -> str | None:
+    def keep_written(
+        self, value: nn.Parameter, *, in_place: bool, reads: Sequence[torch.Tensor] = ()
+    ) -> str | None:
         """Keep the value that a forward pass has given the full parameter.
 
         ``value`` is the parameter in the module now: the full one or another. ``in_place``: the
-        memory of the full one was written. Return the reason if the value cannot be kept; then the
-        full parameter is as it was before.
+        memory of the full one was written. ``reads`` are tensors over this memory; if it gets the
+        values of other memory, they keep the old ones. Return the reason if the value cannot be
+        kept; then the full parameter is as it was before.
         """
         memory = self._full_memory()
         if memory is None:
@@ -441,6 +444,8 @@ class ShardedParam:
         elif not holds_shards and (in_place or has_other_memory):
             reason = "it is a copy there"
         elif has_other_memory:
+            self.aliases.release(self.sharded._local_tensor, self.name)
+            move_to_copy([read for read in reads if read.data_ptr() == memory.data_ptr()], memory)
             memory.copy_(new)
         self.restore_memory()
         return reason

@@ -121,12 +121,13 @@ class Slots:
                 param.restore_memory()
                 lost.append(f"'{param.name}' was written")
         if self.access.reads or self.access.assigned:
-            written = self.access.take_written()
+            written = self.access.find_written()
             for _, _, param in self._places:
                 if id(param.full) in written:
                     written_ids.add(id(param.full))
                     in_place = written[id(param.full)]
                     lost += self._keep_write(param, param.full, in_place=in_place)
+            self.access.forget()
         if lost:
             self._versions = [full._version for full in self._fulls]
         if self.watch is not None:
@@ -135,14 +136,14 @@ class Slots:
             self.watch.end((name, full) for name, full in fulls if id(full) not in written_ids)
         return lost
 
-    @staticmethod
     def _keep_write(
-        param: "ShardedParam", value: nn.Parameter | None, *, in_place: bool
+        self, param: "ShardedParam", value: nn.Parameter | None, *, in_place: bool
     ) -> list[str]:
         """Keep a write to a full parameter; return an error text if it cannot be kept."""
         if value is None:
             return [f"'{param.name}' was removed"]
-        reason = param.keep_written(value, in_place=in_place)
+        reads = self.access.reads_of(param.full)
+        reason = param.keep_written(value, in_place=in_place, reads=reads)
         if reason is not None and param.holds_codes:
             reason += (
                 " (bitsandbytes packs 4-bit weights anew in evaluation on some CPUs: set "
