@@ -30,6 +30,7 @@ from shardwise.tensor.operations import (
     RANDOM,
     REDUCTIONS,
     RESHAPES,
+    swaps_dim_with_itself,
 )
 from shardwise.tensor.refusals import refusal
 from shardwise.tensor.tensor_base import (
@@ -186,18 +187,10 @@ def _noting_aliases(result: object, shards: Sequence[ShardTensorBase]) -> object
     return result
 
 
-def _swaps_dim_with_itself(call: Operation) -> bool:
-    dims = call.args[1:]
-    if call.name not in ("transpose_", "swapaxes_", "swapdims_") or len(dims) != 2:
-        return False
-    rank = call.args[0].dim()
-    return all(-rank <= dim < rank for dim in dims) and (dims[0] - dims[1]) % rank == 0
-
-
 def _run_replicated(call: Operation) -> object:
     """Run a function on the local tensors, which are whole; refuse one that would reshape them."""
     if call.name in RESHAPES:
-        if _swaps_dim_with_itself(call):
+        if swaps_dim_with_itself(call.name, call.args):
             return call.args[0]  # Shampoo of pytorch_optimizer: grad.transpose_(0, 0)
         raise ShardError(
             f"{call.name} on a ShardTensor of shape {call.shards[0]._cut.shape}: the shape and "

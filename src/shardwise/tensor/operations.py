@@ -5,6 +5,9 @@ this rank's elements alone. Python functions and ATen packets have the same name
 underscore is the in-place form.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
@@ -127,3 +130,13 @@ RESHAPES = _names(
     t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueeze_ resize_ resize_as_ as_strided_ set_
     """
 )
+
+
+def swaps_dim_with_itself(name: str, args: Sequence[Any]) -> bool:
+    """Tell whether a call is of `RESHAPES` and changes nothing: ``tensor.transpose_(0, 0)``."""
+    tensor, *dims = args
+    if name not in ("transpose_", "swapaxes_", "swapdims_") or len(dims) != 2:
+        return False
+    num_dims = tensor.dim()
+    in_range = all(-num_dims <= dim < num_dims for dim in dims)
+    return in_range and (dims[0] - dims[1]) % num_dims == 0
