@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.engine.schedule import Order, units_to_prefetch
+from shardwise.engine.schedule import OrderPrediction, units_to_prefetch
 
 unit_ids = st.integers(0, 7)
 orders = st.lists(unit_ids, max_size=12)
@@ -43,7 +43,7 @@ def tails(units):
 
 @given(st.lists(unit_ids, min_size=1, max_size=12), st.lists(unit_ids, min_size=1, max_size=12))
 def test_a_changed_order_is_expected_one_step_later(old, new):
-    order = Order(range(8))
+    order = OrderPrediction(range(8))
     for _ in range(2):
         run_step(order, old)
     run_step(order, new)
@@ -53,32 +53,32 @@ def test_a_changed_order_is_expected_one_step_later(old, new):
 
 @given(st.lists(unit_ids, min_size=1, max_size=12))
 def test_backward_is_expected_in_reverse_of_this_very_step(units):
-    _, backward = run_step(Order(range(8)), units)
+    _, backward = run_step(OrderPrediction(range(8)), units)
     assert backward == tails(units[::-1])
 
 
 @given(st.permutations(range(8)))
 def test_the_first_step_is_expected_in_the_order_of_registration(units):
-    forward, _ = run_step(Order(units), units)
+    forward, _ = run_step(OrderPrediction(units), units)
     assert forward == tails(units)
 
 
 def test_a_unit_that_was_never_seen_is_expected_by_nobody_and_does_no_harm():
-    order = Order([0, 1, 2])
+    order = OrderPrediction([0, 1, 2])
     assert order.visit_forward(0) == [1, 2]
     assert order.visit_forward(7) is None
     assert order.visit_forward(1) == [2]
 
 
 def test_a_unit_that_is_skipped_does_not_spoil_what_is_expected_after_it():
-    order = Order([0, 1, 2, 3])
+    order = OrderPrediction([0, 1, 2, 3])
     order.visit_forward(0)
     assert order.visit_forward(2) == [3]
 
 
 @given(orders, st.lists(unit_ids, min_size=1, max_size=12))
 def test_evaluation_does_not_change_what_training_expects(evaluated, units):
-    order = Order(range(8))
+    order = OrderPrediction(range(8))
     run_step(order, units)
     for unit in evaluated:
         order.visit_forward(unit)
@@ -89,7 +89,7 @@ def test_evaluation_does_not_change_what_training_expects(evaluated, units):
 
 @given(st.lists(unit_ids, min_size=1, max_size=12))
 def test_a_step_without_a_visit_forgets_nothing(units):
-    order = Order(range(8))
+    order = OrderPrediction(range(8))
     run_step(order, units)
     order.begin_backward([])
     order.end_step()

@@ -225,7 +225,7 @@ def try_damages(rank, world_size, folder, layout, plan):
 
 
 def refuses_to_run(model):
-    if engine_of(model).conditions.unusable is None:
+    if engine_of(model).status.unusable is None:
         with torch.no_grad():
             model(torch.zeros(1, 13))
         return False

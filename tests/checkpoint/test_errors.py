@@ -221,7 +221,7 @@ def test_a_read_that_fails_is_told_to_all_and_the_model_runs_again_after_a_good_
         if rank == victim:
             op, name = files.operations[at]
             assert f"{name}: " in text if text else name == MANIFEST, (text, op, name)
-        if text and engine_of(model).conditions.unusable is None:
+        if text and engine_of(model).status.unusable is None:
             assert set(count(model, optimizer)) == {"Z"}
         elif text:
             with pytest.raises(StateError, match="not to be used"):

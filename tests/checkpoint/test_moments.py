@@ -68,10 +68,10 @@ def test_saves_and_loads_inside_gathered_are_refused(tmp_path):
             shardwise.save(Path(tmp_path, "b"), model, optimizer)
         with pytest.raises(StateError, match="inside gathered"):
             shardwise.load(Path(tmp_path, "a"), model, optimizer)
-    engine_of(model).conditions.begin_load((), "a test says so")
+    engine_of(model).status.begin_load((), "a test says so")
     with pytest.raises(StateError, match="a test says so"), shardwise.gathered(model):
         pass
-    engine_of(model).conditions.end_load(())
+    engine_of(model).status.end_load(())
 
 
 def damage(path, key):

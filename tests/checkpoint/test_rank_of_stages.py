@@ -308,7 +308,7 @@ def test_all_ranks_are_found_where_one_stage_alone_is_tensor_parallel(num_ranks,
             block, axes["tp"], {linears[0]: ColwiseParallel(), linears[-1]: RowwiseParallel()}
         )
     model = shardwise.shard(model, mesh=axes)
-    assert engine_of(model).everyone.members == list(range(num_ranks))
+    assert engine_of(model).all_ranks.members == list(range(num_ranks))
     shardwise.save(tmp_path / "mixed", model)
     whole = Whole([0, 2])
     shardwise.load(tmp_path / "mixed", whole)

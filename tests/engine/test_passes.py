@@ -55,7 +55,7 @@ def watch(model):
 
         setattr(engine.backward, name, call)
 
-    for name in ("on_backward", "on_unit_over", "on_pass_end"):
+    for name in ("on_backward", "on_unit_end", "on_pass_end"):
         hear(name)
     return heard
 
@@ -75,10 +75,10 @@ def test_backward_passes_in_any_order_close_their_units_and_have_the_gradients_o
             heard.clear()
             with accumulate(model, last=place == IN_FLIGHT - 1):
                 outputs[number].backward()
-            over = [index for name, index in heard if name == "on_unit_over" and index]
+            over = [index for name, index in heard if name == "on_unit_end" and index]
             assert over == [3, 2, 1]
             if (step, place) != (0, 0):  # the first pass of all does not know that it is alone
-                assert heard.index(("on_unit_over", 2)) < heard.index(("on_backward", 1))
+                assert heard.index(("on_unit_end", 2)) < heard.index(("on_backward", 1))
         has_gradients_of(model, plain)
 
 
@@ -110,7 +110,7 @@ def test_a_graph_that_never_runs_keeps_no_unit_open():
     model(inputs(0, 2)).sum().backward()  # which may have gone through both
     heard = watch(model)
     model(inputs(0, 3)).sum().backward()
-    assert heard.index(("on_unit_over", 2)) < heard.index(("on_backward", 1))
+    assert heard.index(("on_unit_end", 2)) < heard.index(("on_backward", 1))
     kept.backward()  # and it may still run
     assert heard.count(("on_pass_end", -1)) == 2
 

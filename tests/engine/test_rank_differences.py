@@ -177,7 +177,7 @@ def train_until_refused(model, optimizers, num_steps=9):
         try:
             backward(model)
         except StateError as error:
-            with pytest.raises(StateError, match="not to be used: the ranks have not stepped"):
+            with pytest.raises(StateError, match="not to be used: the ranks have taken different"):
                 model(torch.ones(3, 6))
             return step, str(error)
         for optimizer in optimizers(step):
@@ -271,7 +271,7 @@ def take_one_more(rank, kind, layout, loop):
     model = three_layers(kind, layout=layout)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     num_begun = 0
-    with pytest.raises(StateError, match="have not stepped alike") as error:
+    with pytest.raises(StateError, match="have taken different steps") as error:
         for step in range(1, 10):
             num = 3 if rank == 2 and step == 5 else 2
             for number in range(num):
@@ -288,7 +288,7 @@ def take_one_more(rank, kind, layout, loop):
     # before its end, which is pass 10 for them.
     at_end = kind in (0, 1) and loop == "window"
     assert num_begun == (10 if at_end and rank != 2 else 11)
-    with pytest.raises(StateError, match="not to be used: the ranks have not stepped"):
+    with pytest.raises(StateError, match="not to be used: the ranks have taken different"):
         model(torch.ones(3, 6))
 
 
@@ -398,7 +398,7 @@ def go_on_alone(rank, world_size, kind, what):
 
 # The kind of model, and where the odd rank and the other one are said to be.
 ALONE = {
-    "freeze": (3, "('2.weight' is frozen here since the last pass)", "all_gather of unit"),
+    "freeze": (3, "('2.weight' is frozen on this rank since the last pass)", "all_gather of unit"),
     "load": (None, "(load_state_dict())", "all_gather of unit"),
     "gather": (1, "whole tensor (like '2.weight',", "whole tensor (like '0.weight',"),
 }

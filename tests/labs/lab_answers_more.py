@@ -281,7 +281,7 @@ OURS6 = '        if event == "call" and name in STATIONS and is_ours:\n'
 ANY6 = "any(id(value) in own for value in frame.f_locals.values())"
 END6 = "    sys.setprofile(None)\n"
 FORWARD6 = '    forward += ["Engine.after_forward", "Storage.free"]\n'
-BACKWARD6 = '    backward += ["Backward.on_unit_over", "Reductions.add", "Storage.free"]\n'
+BACKWARD6 = '    backward += ["Backward.on_unit_end", "Reductions.add", "Storage.free"]\n'
 BEGIN6 = (
     '    forward = ["Storage.prepare_gather", "Engine.before_forward", "Unit.finish_unshard"]\n'
 )
@@ -345,7 +345,7 @@ LAB6 = Answers(
             ("    return forward + backward\n", "    return forward\n", "5 stations, 11"),
             (
                 BACKWARD6,
-                '    backward += ["Backward.on_unit_over", "Storage.free", "Reductions.add"]\n',
+                '    backward += ["Backward.on_unit_end", "Storage.free", "Reductions.add"]\n',
                 "station 10 is Reductions.add, and not Storage.free: the unit is freed after that",
             ),
         ],

@@ -232,7 +232,7 @@ def test_ranks_that_count_other_steps_are_named_in_the_next_synchronization(rank
         optimizer.zero_grad()
         if number < 3:
             local.step()
-    with pytest.raises(StateError, match="have not stepped alike") as error:
+    with pytest.raises(StateError, match="have taken different steps") as error:
         local.step()
     agreed(str(error.value))
     with pytest.raises(StateError, match="not to be used"):

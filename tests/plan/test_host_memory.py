@@ -138,10 +138,12 @@ def copied(rank, world_size, stage, place, folder):
             optimizer.step()
             saving = checkpoints.copy_to_memory(step)
             saving.wait()
-            engine_of(model).everyone.exchange(b"here")
+            engine_of(model).all_ranks.exchange(b"here")
         files = [path for path in (folder / "memory").rglob("*") if path.is_file()]
         in_files = sum(path.stat().st_size for path in files)
-        engine_of(model).everyone.exchange(b"here")  # none leaves, and clears, before all have seen
+        engine_of(model).all_ranks.exchange(
+            b"here"
+        )  # none leaves, and clears, before all have seen
         return saving.held_bytes, in_files
 
 

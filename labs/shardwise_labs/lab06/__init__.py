@@ -52,7 +52,7 @@ LAB = Lab(
         3: (
             "Five stations in forward, six in backward. Both begin with memory.",
             "Engine.before_forward waits in Unit.finish_unshard. Storage.free ends each pass.",
-            "Backward: prepare_gather, on_backward, finish_unshard, on_unit_over, add, free.",
+            "Backward: prepare_gather, on_backward, finish_unshard, on_unit_end, add, free.",
         ),
         4: (
             "Three moments: before the step, inside of the module's forward, after the step.",

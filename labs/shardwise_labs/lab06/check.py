@@ -17,7 +17,7 @@ from shardwise_labs.words import WrongAnswer, count_difference
 
 STATIONS = {
     "Backward.on_backward",
-    "Backward.on_unit_over",
+    "Backward.on_unit_end",
     "Engine.after_forward",
     "Engine.before_forward",
     "Reductions.add",

@@ -26,7 +26,7 @@ PREDICT = {
 # Functions of the engine that a unit passes. Their sources stand on the page.
 STATIONS = (
     "Backward.on_backward",
-    "Backward.on_unit_over",
+    "Backward.on_unit_end",
     "Engine.after_forward",
     "Engine.before_forward",
     "Reductions.add",
@@ -78,7 +78,7 @@ def path() -> list[str]:
     forward = ["Storage.prepare_gather", "Engine.before_forward", "Unit.finish_unshard"]
     forward += ["Engine.after_forward", "Storage.free"]
     backward = ["Storage.prepare_gather", "Backward.on_backward", "Unit.finish_unshard"]
-    backward += ["Backward.on_unit_over", "Reductions.add", "Storage.free"]
+    backward += ["Backward.on_unit_end", "Reductions.add", "Storage.free"]
     return forward + backward
     # END
 

@@ -58,7 +58,7 @@ def check_replicas(model: Model, optimizer: Optimizer | None = None) -> None:
     that differs from the majority (with two copies, both).
     """
     engine = Parts(model)
-    engine.rest("check_replicas()")
+    engine.finish_pending_work("check_replicas()")
     joined = None if optimizer is None else Joined(optimizer)
     errors = list(_mesh_errors(engine, joined))
     if engine.everyone is not engine.comm.control:
@@ -83,7 +83,7 @@ def _mesh_errors(engine: Parts, optimizer: Joined | None) -> Iterator[str]:
 
 def _check_uncut(engine: Parts, optimizer: Joined | None) -> None:
     """Check tensors that tensor parallelism does not cut, over ranks with one place in the mesh."""
-    control, stages = engine.everyone, engine.comm.axes.stages
+    control, stages = engine.all_ranks, engine.comm.axes.stages
     place = engine.comm.control.rank.to_bytes(4) + (stages.rank if stages else 0).to_bytes(4)
     entries = list(_uncut_entries(engine, optimizer))
     rows = control.exchange(place + _digest_of(entries, True))
@@ -124,7 +124,7 @@ def _uncut_entries(engine: Parts, optimizer: Joined | None) -> Iterator[_CopiedT
 
 def _check_tied(engine: Parts, optimizer: Joined | None) -> None:
     """Check a tied parameter's copies on several stages, between ranks with the same slice."""
-    control, stages = engine.everyone, engine.comm.axes.stages
+    control, stages = engine.all_ranks, engine.comm.axes.stages
     assert stages is not None
     local: dict[str, list[str]] = {}
     tied = [(p, p.tie) for unit in engine.units for p in unit.params if p.tie is not None]

@@ -33,7 +33,7 @@ def check_writes(model: Model) -> Iterator[None]:
             model(batch).sum().backward()
     """
     parts = Parts(model)
-    parts.rest("check.writes()")
+    parts.finish_pending_work("check.writes()")
     watches = [(unit, ValueWatch()) for unit in parts.units]
     outer = [unit.slots.watch for unit in parts.units]
     for unit, watch in watches:
@@ -48,7 +48,7 @@ def check_writes(model: Model) -> Iterator[None]:
     written = "\n".join(name for _, watch in watches for name in watch.written)
     rows = exchange_any(parts.everyone, written.encode())
     ranks: dict[str, list[int]] = {}
-    for rank, row in zip(parts.everyone.members or [dist.get_rank()], rows, strict=True):
+    for rank, row in zip(parts.all_ranks.members or [dist.get_rank()], rows, strict=True):
         for name in row.decode().splitlines():
             ranks.setdefault(name, []).append(rank)
     if ranks:

@@ -48,7 +48,7 @@ from shardwise.checkpoint.state import Item, Table
 from shardwise.checkpoint.write import Progress, Written
 from shardwise.comm.control import exchange_any, naming
 from shardwise.device import host_buffer, wait_for_copies
-from shardwise.engine.conditions import Origin
+from shardwise.engine.status import Origin
 from shardwise.errors import CheckpointError, ConfigError, ShardwiseError, StateError
 from shardwise.offload.disk import Disk
 from shardwise.offload.file_slices import mapped
@@ -188,7 +188,7 @@ class Checkpoints:
             self._leave_folder()
             raise
         check = self._warn_of_unread if self._engine.has_stages else self.check
-        self._end_checks = self._engine.before_each_pass(check)
+        self._end_checks = self._engine.add_pass_check(check)
 
     def _enter_folder(self) -> tuple[CopiesThatCount, str]:
         counts, why_none = NO_COPIES, ""
@@ -412,7 +412,7 @@ class Checkpoints:
         if self._saving is None:
             return
         mine = _FAILED if self._saving.error else _DONE if self._saving.done else _RUNNING
-        said = {row[0] for row in self._engine.everyone.exchange(bytes([mine]))}
+        said = {row[0] for row in self._engine.all_ranks.exchange(bytes([mine]))}
         if _FAILED in said or said == {_DONE}:
             self.finish()
 

@@ -5,7 +5,8 @@ Note [Damage while loading]
 Tensors are read straight into the parameters, since a second copy of them may not fit into memory.
 If a damaged chunk is found halfway, the parameters are of two checkpoints. Therefore, from the
 first byte read to the last one checked, the engine refuses every forward pass
-(`Conditions.unusable`). A complete load ends this; usually it is that of the next older checkpoint.
+(`ModelStatus.unusable`). A complete load ends this, usually a load of the next older
+checkpoint.
 """
 
 import json
@@ -67,7 +68,7 @@ from shardwise.checkpoint.state import Table, collect, module_states, persistent
 from shardwise.checkpoint.verify import MAX_LOOKS, too_fast
 from shardwise.checkpoint.write import NONCE_BYTES, Progress, Written, write_checkpoint
 from shardwise.comm.control import Control, SoloControl, exchange_any, naming
-from shardwise.engine.conditions import Origin
+from shardwise.engine.status import Origin
 from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint, StateError
 from shardwise.parallel.parts import Joined, Model, Optimizer, Parts, modules_of
 from shardwise.trace import Tracer
@@ -109,7 +110,7 @@ def save(
     if step is not None:
         target = target / step_name(checked_step(step))
     parts = Parts(model)
-    control = parts.everyone
+    control = parts.all_ranks
     with naming(f"the save of {target}"), parts.comm.tracer.span("save"):
         table = collect_on_all_ranks(model, optimizer, extra, (target, "save()"))
         run = new_run(control)
@@ -274,7 +275,7 @@ def collect_on_all_ranks(
     ``target`` is the folder to save to, and the call; it must be the same folder on all ranks.
     """
     engine = Parts(model)
-    device, control = engine.comm.device, engine.everyone
+    device, control = engine.comm.device, engine.all_ranks
     tables: list[Table] = []
 
     def work() -> bytes:
@@ -344,8 +345,8 @@ class Load:
             self._device = next((p.held.device for p in self._places), torch.device("cpu"))
             return
         engine.give_up_steps()
-        engine.rest("load()")
-        self.control = engine.everyone
+        engine.finish_pending_work("load()")
+        self.control = engine.all_ranks
         self._rank, self._num_ranks = self.control.rank, self.control.num_ranks
         self._device = engine.comm.device
         params = [param for unit in engine.units for param in unit.params]

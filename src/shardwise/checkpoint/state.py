@@ -133,7 +133,7 @@ def collect(
     """
     engine = Parts(model)
     _check_moment(engine)
-    engine.rest("save()")
+    engine.finish_pending_work("save()")
     params = [param for unit in engine.units for param in unit.params]
     found = _Tensors(engine)
     for param in params:
@@ -145,7 +145,7 @@ def collect(
         found.uncut.append(_uncut("buffer", name, buffer))
     values, own = _own_values(model, extra, generators, engine)
     members = [rank for replica in found.meshes[0] for rank in replica]
-    has_all = engine.everyone.num_ranks == 1 or members == list(engine.everyone.members)
+    has_all = engine.all_ranks.num_ranks == 1 or members == list(engine.all_ranks.members)
     has_pieces = any(item.row.of for item in (*found.sharded, *found.uncut))
     return Table(
         stage=engine.first.config.stage.number,

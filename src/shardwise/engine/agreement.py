@@ -169,13 +169,13 @@ def _describe_difference(control: Control, text: bytes) -> str:
     parts = []
     for (where, fact), ranks in sorted(found.items(), key=lambda item: (item[0][0], item[1])):
         first = theirs[where] if where < len(theirs) else b""
-        parts.append(describe_ranks_apart(ranks, _show(fact), 0, _show(first)))
+        parts.append(describe_difference(ranks, _show(fact), 0, _show(first)))
     if len(parts) > _MAX_SHOWN:
         parts[_MAX_SHOWN:] = [f"{len(parts) - _MAX_SHOWN} further differences"]
     return "; ".join(parts)
 
 
-def describe_ranks_apart(ranks: Sequence[int], fact: str, first: int, there: str) -> str:
+def describe_difference(ranks: Sequence[int], fact: str, first: int, there: str) -> str:
     """Return what some ranks have, beside what another rank has."""
     has = "has" if len(ranks) == 1 else "have"
     return f"{name_ranks(ranks)} {has} {fact} where rank {first} has {there}"

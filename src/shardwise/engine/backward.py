@@ -1,4 +1,4 @@
-"""Backward passes of one sharded model: what happens at the moments that `passes` finds."""
+"""The engine's actions in a backward pass: the receiver of the events of `passes`."""
 
 import logging
 from collections.abc import Sequence
@@ -8,7 +8,6 @@ import torch
 
 from shardwise.comm.collectives import Comm
 from shardwise.engine.calls import Call
-from shardwise.engine.conditions import Conditions
 from shardwise.engine.misuse import graph_of_freed, graph_of_means, warn_of_dropped_window
 from shardwise.engine.optional import OptionalUnits
 from shardwise.engine.passes import Passes, in_backward
@@ -16,6 +15,7 @@ from shardwise.engine.rank_checks import RankChecks
 from shardwise.engine.reductions import Reductions
 from shardwise.engine.schedule import Schedule
 from shardwise.engine.seams import Activations
+from shardwise.engine.status import ModelStatus
 from shardwise.unit.gradient import any_grad_hooks, run_grad_hooks
 from shardwise.unit.param import accumulate_partial_grad
 from shardwise.unit.states import GradState
@@ -27,30 +27,32 @@ _LOG = logging.getLogger("torch.distributed.fsdp.fully_shard")  # shown by TORCH
 
 @dataclass(frozen=True)
 class EngineRules:
-    """The rules in which `shard()`, whose are the defaults, and `fully_shard` differ.
+    """The rules in which `shard()` and `fully_shard` differ; the defaults are those of `shard()`.
 
-    ``each_unit_alone``: a unit's collectives start when it runs, in no order that units share, and
-    its settings name the micro-batch in which it reduces. ``owns_all``: each trainable parameter
-    must be in a unit. ``allows_jvp``: `torch.func.jvp` may run if nothing is freed. ``where_full``
-    and ``where_stays`` end the errors for calls that need full parameters.
+    ``units_are_independent``: a unit's collectives start when it runs, without an order that ranks
+    share, and its settings name the micro-batch in which it reduces. ``owns_all``: each trainable
+    parameter must be in a unit. ``allows_jvp``: `torch.func.jvp` may run if nothing is freed.
+    ``where_full`` and ``where_stays`` say in errors where a call finds full parameters.
     """
 
-    each_unit_alone: bool = False
+    units_are_independent: bool = False
     owns_all: bool = True
     allows_jvp: bool = False
     where_full: str = _GATHERED
     where_stays: str = _GATHERED
 
 
-OF_SHARD = EngineRules()
+SHARD_RULES = EngineRules()
 
 
 class Backward:
-    """Receives the events of backward passes (`passes.Listener`).
+    """Receives the events of backward passes (`passes.PassListener`).
 
-    ``num_begun`` and ``num_reduced`` count backward passes, or windows: those that began without
-    gradients, and those with all gradients reduced. ``window_open``: a micro-batch before the last
-    one has gone through backward. ``runs_grad_hooks``: the user's hooks run now.
+    A *window* is one backward pass, or the micro-batches of an accumulation window. ``num_begun``
+    counts windows that began without gradients, ``num_reduced`` those with all gradients reduced.
+    ``window_open``: a micro-batch before the last one has gone through backward.
+    ``runs_grad_hooks``: the user's hooks run now. The attributes without a value are set by
+    `take_units`.
     """
 
     rank_checks: RankChecks
@@ -62,7 +64,7 @@ class Backward:
         self,
         comm: Comm,
         rules: EngineRules,
-        conditions: Conditions,
+        status: ModelStatus,
         activations: Activations | None,
     ) -> None:
         self.num_begun = 0
@@ -73,8 +75,8 @@ class Backward:
         self.passes = Passes(self, activations)
         self._comm = comm
         self._rules = rules
-        self._conditions = conditions
-        self._shares_order = False
+        self._status = status
+        self._shares_order = False  # True until the ranks have exchanged rank 0's order
 
     def take_units(
         self,
@@ -83,25 +85,27 @@ class Backward:
         reductions: Reductions,
         rank_checks: RankChecks,
     ) -> None:
-        """Take over all units, and what decides and makes their reductions."""
-        self.units, self.schedule, self.reductions = units, schedule, reductions
+        """Set all units, and the objects that decide and make their reductions."""
+        self.units = units
+        self.schedule = schedule
+        self.reductions = reductions
         self.rank_checks = rank_checks
         self.optional = OptionalUnits(units, schedule, self.passes)
-        self._shares_order = schedule.reduces_in_turn
+        self._shares_order = schedule.reduces_in_order
 
     @property
     def is_last_micro_batch(self) -> bool:
         """Tell whether the optimizer's step follows the current micro-batch."""
-        is_last = self._conditions.is_last_micro_batch
-        return not self._rules.each_unit_alone if is_last is None else is_last
+        is_last = self._status.is_last_micro_batch
+        return not self._rules.units_are_independent if is_last is None else is_last
 
     # -- events
-    def on_pass(self, order: list[int]) -> None:
+    def on_pass_begin(self, order: list[int]) -> None:
         """Begin a backward pass, after completing the reductions of the pass before."""
-        self._conditions.rounds.check_backward()
+        self._status.micro_batches.check_backward()
         self.reductions.finish()
-        in_turn = self.schedule.will_reduce_in_turn(self._conditions.is_last_micro_batch)
-        self.rank_checks.begin_pass(compares=in_turn)
+        in_order = self.schedule.will_reduce_in_order(self._status.is_last_micro_batch)
+        self.rank_checks.begin_pass(compares=in_order)
         self.num_begun += all(unit.grads.state is GradState.EMPTY for unit in self.units)
         self.schedule.begin_backward(order)
 
@@ -111,7 +115,7 @@ class Backward:
             raise graph_of_means(self._rules.where_full)
         accumulate_partial_grad(leaf)
 
-    def on_reached(self, call: Call) -> None:
+    def on_call_reached(self, call: Call) -> None:
         """Raise StateError if create_graph=True needs freed parameters; visit skipped units."""
         if self.passes.creates_graph and call.unit.frees_in_backward:
             raise graph_of_freed(call.unit.name, self._rules.where_stays)
@@ -126,33 +130,33 @@ class Backward:
         if is_first:
             unit.comm.tracer.mark_begin("backward", unit.name)
 
-    def on_call_over(self, call: Call) -> None:
+    def on_call_end(self, call: Call) -> None:
         """Visit the units that were skipped inside the call and not visited yet."""
         self.optional.after_backward(call)
 
-    def on_unit_over(self, unit: Unit) -> None:
+    def on_unit_end(self, unit: Unit) -> None:
         """Reduce the unit's gradients, or keep them until the window's end; free its parameters."""
         log_event("post_backward", unit)
         unit.comm.tracer.mark_end("backward", unit.name)
-        self.schedule.after_backward(unit, is_last=self._conditions.is_last_micro_batch)
+        self.schedule.after_backward(unit, is_last=self._status.is_last_micro_batch)
 
     def on_pass_end(self) -> None:
         """End the backward pass: start the last reductions, free parameters, run grad hooks."""
         log_event("root_post_backward")
-        is_last = self._conditions.is_last_micro_batch
-        keeps = not is_last and any(unit.settings.keeps_grads for unit in self.units)
-        self.window_open = is_last is False or keeps
+        is_last = self._status.is_last_micro_batch
+        keeps_grads = not is_last and any(unit.settings.keeps_grads for unit in self.units)
+        self.window_open = is_last is False or keeps_grads
         self.optional.end_backward(self.units)
         for unit in reversed(self.units):
             reduces = self.schedule.reduces(unit, is_last)
             unit.grads.has_local_sum |= self.window_open and not reduces
-            waits = unit.is_deferred and (
-                is_last is False or not unit.grads.sum_settings.all_reduces
-            )
-            left = reduces and unit.grads.state is GradState.PARTIAL and not waits
-            if (self.passes.is_open(unit) or left) and not self.schedule.is_waiting(unit):
+            # A deferred unit has done the first half of its reduction; the second half may wait.
+            is_deferred = unit.is_deferred and (is_last is False or not unit.grads.sum_settings.all_reduces)
+            is_partial = unit.grads.state is GradState.PARTIAL and not is_deferred
+            must_close = self.passes.is_open(unit) or (reduces and is_partial)
+            if must_close and not self.schedule.is_waiting(unit):
                 self.passes.close(unit)
-        self.schedule.close_turns(is_last)
+        self.schedule.reduce_unvisited(is_last)
         self.reductions.close()
         self.rank_checks.end_pass()
         if self._shares_order:
@@ -170,11 +174,11 @@ class Backward:
             finally:
                 self.runs_grad_hooks = False
 
-    def on_double(self) -> None:
+    def on_double_backward(self) -> None:
         """Forget a pass with create_graph=True; the second pass needs its parameters."""
         self._reset_pass()
 
-    def on_cut(self) -> None:
+    def on_pass_raised(self) -> None:
         """Clean up after a backward pass that raised; drop its unreduced gradients."""
         if self.window_open and any(u.grads.has_local_sum or u.is_deferred for u in self.units):
             warn_of_dropped_window()
@@ -193,20 +197,20 @@ class Backward:
         self.schedule.end_pass(running)
 
     # -- passes that raised
-    def forget_cut(self) -> None:
+    def drop_failed_pass(self) -> None:
         """Clean up after a backward pass that raised, if the last one did.
 
         **Raises** StateError, and waits for no reduction, if the parameters are not to be used:
         other ranks may have left.
         """
         if self.passes.is_under_way and not in_backward():
-            self._conditions.check_usable("")
+            self._status.check_usable("")
             self.drop_pass()
 
     def drop_pass(self) -> None:
         """Drop a pass that raised, with its unreduced gradients."""
         self.passes.forget_forward()
-        self.on_cut()
+        self.on_pass_raised()
 
 
 def log_event(event: str, unit: Unit | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Forward calls of units, their states until backward has ended, and the passes they are part of.
+"""The forward calls of units, their states until backward has ended, and their forward passes.
 
 Note [Several forward passes before a backward pass]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -14,6 +14,7 @@ all ranks. So forward passes made are counted, not live graphs, which may differ
 import weakref
 from collections import Counter
 from collections.abc import Collection, Sequence
+from enum import Enum
 from typing import Any, Protocol
 
 from torch import nn
@@ -39,7 +40,7 @@ class CallState(State):
 
 
 class PassUnit(Protocol):
-    """The part of a unit that its calls use."""
+    """Interface of `Unit` required by its calls; the planner has another implementation."""
 
     @property
     def index(self) -> int:
@@ -76,6 +77,14 @@ CALL_TRANSITIONS = frozenset(
 _OPEN = frozenset({CallState.AWAITING, CallState.BACKWARD})
 
 
+class _Coverage(Enum):
+    """The number of forward passes that one backward pass goes through, if several were made."""
+
+    UNKNOWN = "unknown"  # no backward pass has ended after several forward passes
+    ONE = "one"
+    SEVERAL = "several"
+
+
 class ForwardPass:
     """One forward pass of the model, whose calls share a graph.
 
@@ -93,10 +102,15 @@ class ForwardPass:
 class Call:
     """One forward call of a unit. A recorded call lives as long as its graph.
 
-    ``enclosing`` are the units whose calls contain this one. ``mates`` are the calls of all
-    micro-batches of a round (`layer_by_layer`). If units may be skipped: ``inside`` are the calls
-    made in this one, in order; ``num_passed`` counts the units in it that have run or were skipped;
-    ``is_visited``: backward gathers its unit on all ranks, whether autograd reaches it or not.
+    ``enclosing`` are the units whose calls contain this one. ``versions`` are those of the unit's
+    parameters in forward. ``recomputes``: activation checkpointing runs it again inside the unit's
+    backward. ``backward_is_next``: no other unit is expected between it and its backward.
+    ``has_input_hook``: a hook on an input marks the end of its backward. ``peers`` are the calls of
+    the same unit in all micro-batches that run together (`accumulate(order="breadth_first")`).
+
+    Only if units may be skipped: ``parent`` is the call around it. ``inside`` are the calls made in
+    it, in order. ``num_passed`` counts the units in it that have run or were skipped.
+    ``is_visited``: backward gathers its unit on all ranks, even if autograd does not reach it.
     """
 
     __slots__ = (
@@ -108,9 +122,9 @@ class Call:
         "in_backward",
         "inside",
         "is_visited",
-        "mates",
         "num_passed",
         "parent",
+        "peers",
         "recomputes",
         "state",
         "unit",
@@ -133,7 +147,7 @@ class Call:
         self.num_passed = 0
         self.inside: list[Call] = []
         self.parent: weakref.ref[Call] | None = None
-        self.mates: Collection[Call] = ()
+        self.peers: Collection[Call] = ()
 
     @property
     def is_recorded(self) -> bool:
@@ -146,9 +160,9 @@ class Call:
         return self.state in (CallState.BACKWARD, CallState.PASSED)
 
     @property
-    def with_begun_mates(self) -> list["Call"]:
-        """This call and its mates in backward: all are later than the node of the call's input."""
-        begun = [mate for mate in self.mates if mate.state is CallState.BACKWARD]
+    def with_begun_peers(self) -> list["Call"]:
+        """This call and its peers in backward: all are later than the node of the call's input."""
+        begun = [peer for peer in self.peers if peer.state is CallState.BACKWARD]
         return list(dict.fromkeys((self, *begun)))
 
     def enter(self, state: CallState) -> None:
@@ -165,7 +179,7 @@ class Call:
 
 
 class ForwardPasses:
-    """The forward passes since the last backward pass, and what a backward pass goes through.
+    """The forward passes since the last backward pass, and those that a backward pass covers.
 
     ``current`` records calls now. See Note [Several forward passes before a backward pass].
     """
@@ -174,15 +188,14 @@ class ForwardPasses:
         self.current: ForwardPass | None = None
         self._made: list[ForwardPass] = []  # without a backward pass yet
         self._reached: list[ForwardPass] = []  # by the current backward pass
-        self._goes_through_one = False  # although several were made
-        self._goes_through_several = False
+        self._coverage = _Coverage.UNKNOWN
 
     def begin(self) -> ForwardPass:
         """Return a new forward pass to record calls in."""
-        made = ForwardPass()
-        self._made.append(made)
+        forward_pass = ForwardPass()
+        self._made.append(forward_pass)
         del self._made[:-_MAX_FORWARD_PASSES]
-        return made
+        return forward_pass
 
     def record(self, call: Call) -> None:
         """Record a call; the first of a recomputation begins a pass that backward has reached."""
@@ -207,14 +220,16 @@ class ForwardPasses:
 
     def order(self) -> list[int]:
         """Return the unit indices in the order of the forward passes that backward covers."""
-        made = self._made
-        if self._goes_through_one:
-            made = [each for each in made if each in self._reached] or made[-1:]
-        return [index for each in made for index in each.order]
+        covered = self._made
+        if self._coverage is _Coverage.ONE:
+            covered = [made for made in covered if made in self._reached] or covered[-1:]
+        return [index for forward_pass in covered for index in forward_pass.order]
 
     def awaits(self, unit: PassUnit) -> bool:
         """Tell whether calls of a unit that the backward pass waits for are open."""
-        waited_for = self._reached if self._goes_through_one else self._made + self._reached
+        waited_for = self._reached
+        if self._coverage is not _Coverage.ONE:
+            waited_for = self._made + self._reached
         return any(forward_pass.open[unit.index] for forward_pass in waited_for)
 
     def awaits_backward(self, call: Call) -> bool:
@@ -223,11 +238,10 @@ class ForwardPasses:
 
     def end_backward(self) -> None:
         """Forget the forward passes that the backward pass has covered."""
-        reached = [each for each in self._made if each in self._reached]
-        if reached and len(self._made) > 1 and not self._goes_through_several:
-            self._goes_through_one = len(reached) == 1
-            self._goes_through_several = not self._goes_through_one
-        if not self._goes_through_one:
-            reached = self._made
-        self._made = [each for each in self._made if each not in reached]
+        covered = [made for made in self._made if made in self._reached]
+        if covered and len(self._made) > 1 and self._coverage is not _Coverage.SEVERAL:
+            self._coverage = _Coverage.ONE if len(covered) == 1 else _Coverage.SEVERAL
+        if self._coverage is not _Coverage.ONE:
+            covered = self._made
+        self._made = [made for made in self._made if made not in covered]
         self._reached = []

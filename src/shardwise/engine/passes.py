@@ -49,46 +49,50 @@ def in_backward() -> bool:
 class Listener(Protocol):
     """The receiver of events: the engine, or the planner's recorder."""
 
-    def on_pass(self, order: list[int]) -> None:
+    def on_pass_begin(self, order: list[int]) -> None:
         """A backward pass begins; ``order`` is the unit order of its forward passes."""
 
     def on_grad(self, unit: Any, leaf: torch.Tensor) -> None:
         """Autograd has written the gradient of a full parameter."""
 
-    def on_reached(self, call: Call) -> None:
+    def on_call_reached(self, call: Call) -> None:
         """The backward of a call is about to begin; the listener may raise."""
 
     def on_backward(self, unit: Any, is_first: bool) -> None:
         """The backward of a unit's call begins; ``is_first``: the unit's first in this pass."""
 
-    def on_call_over(self, call: Call) -> None:
+    def on_call_end(self, call: Call) -> None:
         """The backward of a call has ended."""
 
-    def on_unit_over(self, unit: Any) -> None:
+    def on_unit_end(self, unit: Any) -> None:
         """The backward of all calls of a unit has ended."""
 
     def on_pass_end(self) -> None:
         """The backward pass has ended; units may still be open. `Passes.reset` must follow."""
 
-    def on_cut(self) -> None:
+    def on_pass_raised(self) -> None:
         """A pass begins after one that raised; `Passes.reset` must follow."""
 
-    def on_double(self) -> None:
+    def on_double_backward(self) -> None:
         """A pass with create_graph=True has ended; `Passes.reset` must follow."""
 
 
-class _Life:
-    """An object that dies with its backward pass: autograd drops its queued callback on errors."""
+class _PassToken:
+    """Marks that a backward pass runs.
+
+    Only the callback that autograd calls at the end of the pass holds it. If the pass raises,
+    autograd drops the callback and the token with it.
+    """
 
 
 @dataclass(slots=True)
 class _Progress:
     """One unit's calls, and its progress in the current backward pass."""
 
-    calls: weakref.WeakSet[Call] = field(default_factory=weakref.WeakSet)
-    in_backward: bool = False
-    num_grads: int = 0
-    used_outside: bool = False
+    calls: weakref.WeakSet[Call] = field(default_factory=weakref.WeakSet)  # recorded, graph alive
+    in_backward: bool = False  # from the first call that the pass reaches to `Passes.close`
+    num_grads: int = 0  # gradients written since `in_backward` became True
+    used_outside: bool = False  # a parameter was used outside the unit's module
 
 
 @torch._disable_dynamo
@@ -109,17 +113,18 @@ class Passes:
         self._listener = listener
         self._activations = activations
         self._root: PassUnit | None = None
-        self._inside: dict[int, frozenset[int]] = {}  # modules inside each unit, made on demand
-        self._progress: list[_Progress] = []
+        self._inside: dict[int, frozenset[int]] = {}  # ids of modules inside a unit, on demand
+        self._progress: list[_Progress] = []  # one per unit, by index
         self.stack: list[Call] = []  # the running forward calls, outermost first
         self.forward = ForwardPasses()
+        # Calls in backward without a hook on an input, each with the node at which it began.
         self._unhooked: list[tuple[Call, int]] = []
-        self._life: weakref.ref[_Life] | None = None  # of the current backward pass
+        self._token: weakref.ref[_PassToken] | None = None  # of the current backward pass
         self.creates_graph = False  # the current backward pass has create_graph=True
         self._second_is_due = False  # the previous backward pass had create_graph=True
 
     def take_units(self, units: Sequence[PassUnit]) -> None:
-        """Take over the units in the order of their indices, the root first."""
+        """Set the units, in the order of their indices, the root first."""
         self._root = units[0] if units else None
         self._progress = [_Progress() for _ in units]
         self._inside = {}
@@ -134,11 +139,11 @@ class Passes:
     # -- forward
     def enter(self, unit: PassUnit) -> Call:
         """Begin a call."""
-        inside = in_backward()
-        if self._activations is not None and not inside and self._is_outermost(unit):
+        runs_backward = in_backward()
+        if self._activations is not None and not runs_backward and self._is_outermost(unit):
             self._activations.open()
-        recomputes = inside and self._progress[unit.index].in_backward
-        call = Call(unit, tuple(c.unit for c in self.stack), inside, recomputes)
+        recomputes = runs_backward and self._progress[unit.index].in_backward
+        call = Call(unit, tuple(c.unit for c in self.stack), runs_backward, recomputes)
         self.stack.append(call)
         return call
 
@@ -158,8 +163,8 @@ class Passes:
 
     @torch._disable_dynamo
     def _reach_input(self, call: Call, _: object) -> None:
-        for each in call.with_begun_mates:
-            self.end_call(each)
+        for begun in call.with_begun_peers:
+            self.end_call(begun)
 
     def leave(self) -> Call:
         """End the forward of the innermost call."""
@@ -171,35 +176,34 @@ class Passes:
         return call
 
     def _is_outermost(self, unit: PassUnit) -> bool:
-        """Tell whether a call is outermost; the root is, even if an interrupted pass left calls."""
+        """Tell whether a call is outermost; a call of the root is, even if old calls are left."""
         return not self.stack or unit is self._root
 
     def watch_outputs(self, call: Call, output: object) -> bool:
         """Register hooks on a recorded call's outputs; tell whether its backward is expected."""
-        found = False
+        expects_backward = call.is_visited
         for tensor in tensors_in(output):
             if not tensor.requires_grad or tensor.grad_fn is None:
                 continue
-            found = True
+            expects_backward = True
             # On the node, not on the tensor: a node's hooks run after those of its tensors, so the
             # following unit is freed before this one is gathered. A view that is changed in place
             # later gets a new node; its base keeps the old node (pytorch#181832).
-            for made in (tensor, tensor._base):
-                if made is not None and made.grad_fn is not None:
-                    node = made.grad_fn._sequence_nr()
-                    made.grad_fn.register_prehook(partial(self._reach_output, call, node))
-        found |= call.is_visited
-        call.enter(CallState.AWAITING if found else CallState.SPENT)
-        return found
+            for hooked in (tensor, tensor._base):
+                if hooked is not None and hooked.grad_fn is not None:
+                    node = hooked.grad_fn._sequence_nr()
+                    hooked.grad_fn.register_prehook(partial(self._reach_output, call, node))
+        call.enter(CallState.AWAITING if expects_backward else CallState.SPENT)
+        return expects_backward
 
     @torch._disable_dynamo
     def _reach_output(self, call: Call, node: int, _: object) -> None:
-        self._arrive(call, node)
+        self._begin_backward(call, node)
 
     def watch_grad(self, unit: PassUnit, leaf: torch.Tensor) -> RemovableHandle:
         """Register a hook that runs when autograd has written a full parameter's gradient."""
-        passes, of = weakref.proxy(self), weakref.proxy(unit)
-        return leaf.register_post_accumulate_grad_hook(partial(_note_grad, passes, of))
+        hook = partial(_note_grad, weakref.proxy(self), weakref.proxy(unit))
+        return leaf.register_post_accumulate_grad_hook(hook)
 
     def use_outside(self, unit: PassUnit) -> bool:
         """Keep a unit open until the pass ends, because its parameter is used outside its module.
@@ -229,7 +233,7 @@ class Passes:
     @property
     def is_under_way(self) -> bool:
         """Tell whether a backward pass has begun and was not reset."""
-        return self._life is not None
+        return self._token is not None
 
     def is_open(self, unit: PassUnit) -> bool:
         """Tell whether the pass has reached a unit, or a gradient came after the unit closed."""
@@ -247,27 +251,27 @@ class Passes:
         self._progress[unit.index].num_grads += 1
 
     def _begin_pass(self, call: Call | None = None) -> None:
-        if self._life is not None and self._life() is None:
-            self._listener.on_cut()
+        if self._token is not None and self._token() is None:
+            self._listener.on_pass_raised()
         if call is not None:
             self.forward.reach(call)
-        if self._life is None:
-            self._listener.on_pass(self.forward.order())
-            life = _Life()
-            self._life = weakref.ref(life)
-            Variable._execution_engine.queue_callback(partial(self._end_pass, life))
+        if self._token is None:
+            self._listener.on_pass_begin(self.forward.order())
+            token = _PassToken()
+            self._token = weakref.ref(token)
+            Variable._execution_engine.queue_callback(partial(self._end_pass, token))
 
-    def _arrive(self, call: Call, node: int) -> None:
+    def _begin_backward(self, call: Call, node: int) -> None:
         """Begin the backward of a call at the node with this sequence number."""
         self._begin_pass(call)
         if call.has_begun:
             return
-        around = None if call.parent is None else call.parent()
-        if around is not None and around.state is CallState.AWAITING:
-            self._arrive(around, node)  # the enclosing call begins first
+        parent = None if call.parent is None else call.parent()
+        if parent is not None and parent.state is CallState.AWAITING:
+            self._begin_backward(parent, node)  # the enclosing call begins first
         if torch.is_grad_enabled():
             self.creates_graph = True
-        self._listener.on_reached(call)
+        self._listener.on_call_reached(call)
         if call.versions != call.unit.read_versions():
             raise changed_since_forward(call.unit.name)
         is_first = self.begin_call(call, node)
@@ -278,7 +282,8 @@ class Passes:
     def begin_call(self, call: Call, node: int = -1) -> bool:
         """Begin the backward of a call; tell whether it is the unit's first in this pass."""
         progress = self._progress[call.unit.index]
-        is_first, progress.in_backward = not progress.in_backward, True
+        is_first = not progress.in_backward
+        progress.in_backward = True
         call.enter(CallState.BACKWARD)
         self.close_unhooked(call, node)
         return is_first
@@ -291,24 +296,25 @@ class Passes:
         order of reductions must not. If a call returns an earlier call's output unchanged, both
         begin at one node, and neither has ended then.
         """
-        waiting, self._unhooked = self._unhooked, []
-        for call, at in waiting:
+        waiting = self._unhooked
+        self._unhooked = []
+        for call, begin_node in waiting:
             unit = call.unit
-            if at == node or unit in begun.enclosing or self.contains(unit, begun.unit):
-                self._unhooked.append((call, at))
+            if begin_node == node or unit in begun.enclosing or self.contains(unit, begun.unit):
+                self._unhooked.append((call, begin_node))
             else:
                 self.end_call(call)
 
     def end_call(self, call: Call) -> None:
         """Close one call, and its unit after the last open call."""
-        if call.state in (CallState.FORWARD, CallState.PASSED) or self._life is None:
+        if call.state in (CallState.FORWARD, CallState.PASSED) or self._token is None:
             return
         if self.creates_graph or self._second_is_due:
             return  # see Note [Double backward]
         if call.is_visited and call.state is not CallState.BACKWARD:
             return  # its visit comes next
         call.enter(CallState.PASSED)
-        self._listener.on_call_over(call)
+        self._listener.on_call_end(call)
         unit = call.unit
         if not self._progress[unit.index].used_outside and not self.forward.awaits(unit):
             self.close(unit)
@@ -318,7 +324,7 @@ class Passes:
         progress = self._progress[unit.index]
         progress.num_grads = 0
         progress.in_backward = False
-        self._listener.on_unit_over(unit)
+        self._listener.on_unit_end(unit)
 
     def begun_calls(self, unit: PassUnit) -> Iterator[Call]:
         """Yield the unit's calls that the backward pass has reached."""
@@ -327,9 +333,9 @@ class Passes:
                 yield call
 
     @torch._disable_dynamo
-    def _end_pass(self, life: "_Life") -> None:
+    def _end_pass(self, token: _PassToken) -> None:
         if self.creates_graph:
-            self._listener.on_double()
+            self._listener.on_double_backward()
         else:
             self._listener.on_pass_end()
 
@@ -343,8 +349,9 @@ class Passes:
                 if not self.forward.awaits_backward(call):
                     call.end_pass()
         self._unhooked.clear()
-        self._life = None
-        self._second_is_due, self.creates_graph = self.creates_graph, False
+        self._token = None
+        self._second_is_due = self.creates_graph
+        self.creates_graph = False
 
     def forget_forward(self) -> None:
         """Forget the running forward calls after a pass that raised."""

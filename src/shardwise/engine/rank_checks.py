@@ -42,7 +42,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from shardwise.comm.collectives import Comm
 from shardwise.comm.pending import CollectiveId
 from shardwise.comm.process_groups import FAILED_GROUPS
-from shardwise.engine.agreement import describe_ranks_apart, find_difference
+from shardwise.engine.agreement import describe_difference, find_difference
 from shardwise.engine.first_step import check_first_step
 from shardwise.errors import StateError
 from shardwise.tensor.plain_state import owner_of, owning_rank
@@ -52,12 +52,17 @@ from shardwise.unit.unit import Unit
 _NUMBERS = struct.Struct("<qqI")  # of the pass, and of steps so far; a digest of the collective
 _EXCHANGE = "(passes)"
 _STEPS = "_shardwise_steps"
-_APART = "From then on each rank's slices are those of another model"
+_SLICES_DIFFER = "From then on the ranks' slices belong to different models"
 _SHOWN = 3
 
 
-def _nothing() -> None:
-    """Find no error."""
+def _no_error() -> None:
+    """Return no error: on a device the end of the pass compares the numbers."""
+
+
+def is_power_of_two(count: int) -> bool:
+    """Tell whether a check with growing intervals runs now: in its calls 1, 2, 4, 8 and so on."""
+    return count & (count - 1) == 0
 
 
 def _describe_numbers(number: int, num_steps: int) -> str:
@@ -71,21 +76,20 @@ class RankChecks:
     """
 
     def __init__(self, comm: Comm, units: Sequence[Unit], refuse: Callable[[str], None]) -> None:
-        own = comm.axes.mesh
-        is_here = [unit.comm is comm or unit.comm.axes.mesh == own for unit in units]
-        self.units = [unit for unit, here in zip(units, is_here, strict=True) if here]
+        mesh = comm.axes.mesh
+        self.units = [u for u in units if u.comm is comm or u.comm.axes.mesh == mesh]
         self._params = [param for unit in self.units for param in unit.params]
-        self._trained = self._read_trained()
+        self._trained = self._read_trained()  # of each parameter, when ranks compared them last
         self._comm = comm
         self._refuse = refuse
-        self._num_compared = 0
+        self._num_compared = 0  # passes that have reached `before_reduction`
         self._num_passes = 0  # backward passes that have begun
         self._last_exchanged = 0  # the pass in which ranks exchanged their numbers last
         self._compare_received: Callable[[], StateError | None] | None = None
         self._comms = list({id(c): c for c in (comm, *(u.comm for u in self.units))}.values())
-        self._is_due = True
-        self.num_steps = 0
-        self.optimizers: list[list[str]] = []
+        self._is_due = True  # no reduction yet in this pass
+        self.num_steps = 0  # of all optimizers of the model
+        self.optimizers: list[list[str]] = []  # the facts of each optimizer, as lines of text
 
     def _read_trained(self) -> list[bool]:
         return [param.is_trained for param in self._params]
@@ -129,10 +133,13 @@ class RankChecks:
             return self._compare_numbers(receive())
 
         self._compare_received = compare
-        return compare if self._comm.device.type == "cpu" else _nothing
+        return compare if self._comm.device.type == "cpu" else _no_error
 
     def _exchange_numbers_now(self) -> None:
-        """Compare the numbers of this pass before an exchange that ranks apart would not reach."""
+        """Compare the numbers of this pass before the next exchange.
+
+        A rank in another pass would not reach that exchange.
+        """
         if self._comm.before_next is not None:
             self._send_numbers(CollectiveId("exchange", "", 0))
         self.end_pass()
@@ -161,27 +168,32 @@ class RankChecks:
         if len(ranks_with) == 1:
             return None
         (first, (rank, *_)), *others = ranks_with.items()
-        there = _describe_numbers(*first)
+        reference = _describe_numbers(*first)
         parts = [
-            describe_ranks_apart(ranks, _describe_numbers(*numbers), rank, there)
+            describe_difference(ranks, _describe_numbers(*numbers), rank, reference)
             for numbers, ranks in others
         ]
         same_steps = len({steps for _, steps in ranks_with}) == 1
-        lasting = (
-            "Their gradients are of different numbers of micro-batches" if same_steps else _APART
+        consequence = (
+            "Their gradients are of different numbers of micro-batches"
+            if same_steps
+            else _SLICES_DIFFER
         )
-        error = self._refuse_apart("; ".join(parts), lasting)
+        error = self._refuse_different_steps("; ".join(parts), consequence)
         if len(calls) == 1:
             return error
         for axis in self._comm.axes.all:
             FAILED_GROUPS.add(axis.group, str(error))
         raise error
 
-    def _refuse_apart(self, found: str, lasting: str = _APART) -> StateError:
-        why = f"the ranks have not stepped alike: {found}"
+    def _refuse_different_steps(
+        self, difference: str, consequence: str = _SLICES_DIFFER
+    ) -> StateError:
+        """Mark the parameters unusable; return the error."""
+        why = f"the ranks have taken different steps: {difference}"
         self._refuse(f"{why}. load() a checkpoint")
         return StateError(
-            f"{why}. {lasting}: start again, or "
+            f"{why}. {consequence}: start again, or "
             "from a checkpoint that was saved before. Every rank must take as many micro-batches "
             "and call optimizer.step() as often as the others, with the same class of optimizer "
             "and the same options"
@@ -196,14 +208,14 @@ class RankChecks:
             return
         self._is_due = False
         self._num_compared += 1
-        is_power = self._num_compared > 1 and not self._num_compared & (self._num_compared - 1)
+        compares_steps = self._num_compared > 1 and is_power_of_two(self._num_compared)
         trained = self._read_trained()
         changed = [
             f"'{param.name}' {'is trained' if now else 'is frozen'}"
             for param, now, before in zip(self._params, trained, self._trained, strict=True)
             if now != before
         ]
-        if not changed and not is_power:
+        if not changed and not compares_steps:
             return
         # Ranks wait for the slowest one here, and not in a gather or a reduction.
         with self._comm.tracer.span("exchange"):
@@ -213,18 +225,23 @@ class RankChecks:
         """Compare options of optimizers and what is trained, now."""
         self._exchange_numbers_now()
         more = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
-        about = f"{', '.join(changed[:_SHOWN])}{more} here since the last pass" if changed else ""
+        about = ""
+        if changed:
+            about = f"{', '.join(changed[:_SHOWN])}{more} on this rank since the last pass"
         facts = [line for lines in self.optimizers for line in lines]
         control = self._comm.control
-        if (found := find_difference(control, facts, about or "the steps so far")) is not None:
-            raise self._refuse_apart(found)
+        difference = find_difference(control, facts, about or "the steps so far")
+        if difference is not None:
+            raise self._refuse_different_steps(difference)
         facts = [
             f"parameter '{param.name}' is {'trained' if now else 'frozen'}"
             for param, now in zip(self._params, trained, strict=True)
         ]
-        if (found := find_difference(control, facts, about or "what is trained")) is not None:
+        difference = find_difference(control, facts, about or "which parameters are trained")
+        if difference is not None:
             raise StateError(
-                f"backward(): the ranks differ: {found}. Call requires_grad_() alike on every rank"
+                f"backward(): the ranks differ: {difference}. Call requires_grad_() in the same "
+                "way on every rank"
             )
         self._trained = trained
 
@@ -242,13 +259,14 @@ class _Steps:
         """Count a step; record class and options in steps 1, 2, 4, 8 ... and after a load."""
         self.num += 1
         is_loaded = self.state is not optimizer.state  # every load replaces it
-        self.num_loads, self.state = self.num_loads + is_loaded, optimizer.state
-        notes = is_loaded or not self.num & (self.num - 1)
+        self.num_loads += is_loaded
+        self.state = optimizer.state
+        records_facts = is_loaded or is_power_of_two(self.num)
         for ref, place in self.places:
             checks = ref()
             if checks is not None:
                 checks.num_steps += 1
-                if notes:
+                if records_facts:
                     checks.optimizers[place] = list(self._facts(optimizer, place))
 
     def _facts(self, optimizer: torch.optim.Optimizer, place: int) -> Iterator[str]:
@@ -278,16 +296,17 @@ def _note_step(optimizer: Any, *_: object) -> None:
         return
     steps: _Steps | None = vars(optimizer).get(_STEPS)
     if steps is None:
-        found: dict[int, RankChecks] = {}
+        checks_by_id: dict[int, RankChecks] = {}
         params = params_of(optimizer)
         for param in params:
             checks = getattr(getattr(owner_of(param), "unit", None), "engine", None)
             checks = getattr(checks, "rank_checks", None)
             if checks is not None:
-                found[id(checks)] = checks
-        check_first_step(optimizer, max((checks.num_ranks for checks in found.values()), default=0))
+                checks_by_id[id(checks)] = checks
+        num_ranks = max((checks.num_ranks for checks in checks_by_id.values()), default=0)
+        check_first_step(optimizer, num_ranks)
         places = []
-        for checks in found.values():
+        for checks in checks_by_id.values():
             places.append((weakref.ref(checks), len(checks.optimizers)))
             checks.optimizers.append([])
         # A matrix that is whole on one rank has state on that rank only.

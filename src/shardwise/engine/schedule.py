@@ -7,9 +7,9 @@ Note [Ranks that skip layers]
 Ranks may run different units (layerdrop, stochastic depth, a head per task, experts). But all ranks
 must start every collective, on NCCL in one order. So if full parameters stay (stages 0 to 2),
 gathers and reductions follow an order that all ranks share, not the order in which a rank runs. A
-unit waits for its turn, and a unit that does not run takes part with zeros. The shared order is
-registration order during the first backward pass, and then the order that rank 0 has seen in that
-pass. If all ranks run all units in one order, nothing waits.
+unit's reduction waits for those of the units before it, and a unit that does not run sends zeros.
+The shared order is registration order during the first backward pass, and then the order that rank
+0 has seen in that pass. If all ranks run all units in one order, nothing waits.
 """
 
 import json
@@ -19,9 +19,10 @@ from typing import Any, Generic, Protocol, TypeVar
 from shardwise.stages import UnitSettings
 
 
-class Order:
+class OrderPrediction:
     """Predicts the next units, forward and backward, from the order of the step before.
 
+    Unlike `ReduceOrder` and `GatherOrder`, it is a guess of this rank and binds nothing.
     ``forward`` is the expected order of a forward pass. ``seen`` is the forward order that belongs
     to the current backward pass, or empty.
     """
@@ -55,7 +56,8 @@ class Order:
     def end_step(self) -> None:
         """Use the order seen in this step as the prediction for the next step."""
         if self.seen:
-            self.forward, self.seen = self.seen, []
+            self.forward = self.seen
+            self.seen = []
         self._forward_at = self._backward_at = -1
 
 
@@ -79,30 +81,30 @@ def in_forward_order(units: Iterable[Any]) -> list[Any]:
             order = {index: place for place, index in enumerate(known)}
             places[id(unit.engine)] = len(places), order
 
-    def turn(unit: Any) -> tuple[int, int, int]:
+    def sort_key(unit: Any) -> tuple[int, int, int]:
         model, order = places[id(unit.engine)]
         return model, order.get(unit.index, len(order)), unit.index
 
-    return sorted(units, key=turn)
+    return sorted(units, key=sort_key)
 
 
 def units_to_prefetch(
     upcoming: Sequence[int],
     full_bytes: Callable[[int], int],
-    ahead: Collection[int],
+    prefetched: Collection[int],
     is_resident: Callable[[int], bool],
     budget_bytes: int,
 ) -> list[int]:
     """Return the units to prefetch now, in order.
 
-    ``upcoming`` are the expected next units, nearest first. Units in ``ahead`` are prefetched and
-    not used yet; they count against the budget. Resident units hold current values and cost
+    ``upcoming`` are the expected next units, nearest first. Units in ``prefetched`` are gathered
+    and not used yet; they count against the budget. Resident units hold current values and cost
     nothing. The first unit that does not fit ends the list: no later unit overtakes it.
     """
-    left = budget_bytes - sum(full_bytes(unit) for unit in ahead)
+    left = budget_bytes - sum(full_bytes(unit) for unit in prefetched)
     chosen: list[int] = []
     for unit in upcoming:
-        if unit in ahead or unit in chosen or is_resident(unit):
+        if unit in prefetched or unit in chosen or is_resident(unit):
             continue
         left -= full_bytes(unit)
         if left < 0:
@@ -111,42 +113,46 @@ def units_to_prefetch(
     return chosen
 
 
-class Turns:
-    """Releases units in one fixed order, whatever their order of arrival; once per pass."""
+class ReduceOrder:
+    """The fixed order in which all ranks reduce units, whatever the order of their backward.
+
+    A unit is *ready* when its backward has ended on this rank. It is reduced after all units that
+    precede it in the order.
+    """
 
     def __init__(self, order: Sequence[int]) -> None:
         self._order = list(order)
         self._places = {index: place for place, index in enumerate(order)}
-        self._next = 0
-        self._here: set[int] = set()
+        self._next = 0  # the place of the first unit that is not released yet
+        self._ready: set[int] = set()  # in this pass
 
     def begin(self) -> None:
-        """Begin a pass; wait for every unit, because any unit's gradient may come late."""
+        """Begin a pass; no unit is ready."""
         self._next = 0
-        self._here.clear()
+        self._ready.clear()
 
-    def arrive(self, index: int) -> list[int]:
-        """Record a unit's arrival; return the units whose turn has come, in order.
+    def mark_ready(self, index: int) -> list[int]:
+        """Record that a unit is ready; return the units to reduce now, in order.
 
-        A unit that arrives after its turn is returned at once.
+        A unit whose place has passed already (a late gradient) is returned at once.
         """
         if self._places[index] < self._next:
             return [index]
-        self._here.add(index)
+        self._ready.add(index)
         begin = self._next
-        while self._next < len(self._order) and self._order[self._next] in self._here:
+        while self._next < len(self._order) and self._order[self._next] in self._ready:
             self._next += 1
         return self._order[begin : self._next]
 
-    def waits(self, index: int) -> bool:
-        """Tell whether the unit has arrived before its turn."""
-        return index in self._here and self._places[index] >= self._next
+    def is_blocked(self, index: int) -> bool:
+        """Tell whether the unit is ready and waits for a unit before it."""
+        return index in self._ready and self._places[index] >= self._next
 
     def end(self) -> list[int]:
-        """End the pass; return all units that have not had their turn, in order."""
-        rest = self._order[self._next :]
+        """End the pass; return the units that were not reduced, in order."""
+        remaining = self._order[self._next :]
         self._next = len(self._order)
-        return rest
+        return remaining
 
 
 class GatherOrder:
@@ -155,23 +161,26 @@ class GatherOrder:
     def __init__(self) -> None:
         self._order: list[int] = []
         self._places: dict[int, int] = {}
-        self._num_reached = 0
+        self._num_reached = 0  # the furthest place in the order where a unit ran in this pass
 
-    def take(self, order: Sequence[int]) -> None:
-        """Take over an order of all units."""
+    def set_order(self, order: Sequence[int]) -> None:
+        """Set the order of all units."""
         self._order = list(order)
         self._places = {index: place for place, index in enumerate(order)}
 
-    def before(self, index: int) -> list[int]:
-        """Return the units that come before one."""
+    def preceding(self, index: int) -> list[int]:
+        """Return the units before ``index`` in the shared order."""
         return self._order[: self._places[index]]
 
-    def missed(self, index: int | None = None) -> list[int]:
-        """Return the units from the last one that ran to one that runs now, or to the end."""
+    def skipped_before(self, index: int | None = None) -> list[int]:
+        """Return the units that this rank has skipped before unit ``index``, or before the end."""
         return self._order[self._num_reached : None if index is None else self._places[index]]
 
-    def reach(self, index: int) -> list[int]:
-        """Note that a unit runs, after gathering what it `missed`; return the units behind it."""
+    def advance_to(self, index: int) -> list[int]:
+        """Record that the unit runs; return the units after it.
+
+        Gather the units of `skipped_before` first.
+        """
         place = self._places[index]
         self._num_reached = max(self._num_reached, place)
         return self._order[place + 1 :]
@@ -181,8 +190,8 @@ class GatherOrder:
         self._num_reached = 0
 
 
-def complete(order: Iterable[int], indices: Sequence[int]) -> list[int]:
-    """Return ``order`` without repetitions, then the missing ``indices``."""
+def complete_order(order: Iterable[int], indices: Sequence[int]) -> list[int]:
+    """Return ``order`` without repetitions, followed by the ``indices`` that it lacks."""
     return list(dict.fromkeys([*order, *indices]))
 
 
@@ -191,7 +200,7 @@ _READ_AHEAD_UNITS = 3  # a disk reads no more than its buffers hold, which are f
 
 
 class ScheduledUnit(Protocol):
-    """The part of a unit that the schedule uses.
+    """Interface of `Unit` required by the schedule; the planner has another implementation.
 
     ``is_resident``: its full parameters are being gathered, or hold current values.
     """
@@ -232,7 +241,7 @@ V = TypeVar("V", bound=ScheduledUnit, contravariant=True)
 
 
 class GradReducer(Protocol[V]):
-    """The handling of a unit's gradients after its backward."""
+    """Receiver of a unit's gradients after its backward: `Reductions`, or the planner's."""
 
     def add(self, unit: V) -> None:
         """Reduce the unit's gradients."""
@@ -256,19 +265,19 @@ class Schedule(Generic[U]):
         self, prefetch_bytes: int | None, reducer: GradReducer[U], *, has_peers: bool = False
     ) -> None:
         self.units: list[U] = []
-        self.reduces_in_turn = False
-        self._gathers_in_turn = False
+        self.reduces_in_order = False
+        self._gathers_in_order = False
         self._has_peers = has_peers
         self._prefetch_bytes = prefetch_bytes or 0
-        self._asked_bytes = prefetch_bytes
+        self._requested_bytes = prefetch_bytes  # None: the default of `take_units`
         self._reducer = reducer
-        self.order = Order(())
-        self._ahead: set[int] = set()
-        self._held: set[int] = set()  # used outside their modules: full until backward ends
-        self._in_backward: set[int] = set()
-        self._gathers = GatherOrder()
-        self._turns = Turns(())
-        self._closed: list[int] = []
+        self.order = OrderPrediction(())
+        self._prefetched: set[int] = set()  # gathered and not used yet; they use up the budget
+        self._kept_full: set[int] = set()  # used outside their modules: full until backward ends
+        self._in_backward: set[int] = set()  # units whose backward has begun and not ended
+        self._gather_order = GatherOrder()
+        self._reduce_order = ReduceOrder(())
+        self._closed: list[int] = []  # units in the order in which their backward ended
 
     def take_units(
         self,
@@ -283,16 +292,16 @@ class Schedule(Generic[U]):
         """
         self.units = units
         frees = any(u.settings.stage.frees_after_backward for u in units)
-        self._gathers_in_turn = self._has_peers and not frees
+        self._gathers_in_order = self._has_peers and not frees
         may_skip = not frees or any(u.settings.optional for u in units)
-        self.reduces_in_turn = self._has_peers and may_skip
-        self.order = Order([u.index for u in units] if order is None else order)
+        self.reduces_in_order = self._has_peers and may_skip
+        self.order = OrderPrediction([u.index for u in units] if order is None else order)
         self.share_order(order or (), closes or ())
-        if self._asked_bytes is None:
+        if self._requested_bytes is None:
             self._prefetch_bytes = max((u.full_bytes for u in units[1:]), default=0)
 
     def share_seen(self, broadcast: Callable[[bytes], bytes]) -> bool:
-        """Take over the order that rank 0 has seen in this pass; tell whether it has seen one.
+        """Use rank 0's order of this pass on all ranks; tell whether rank 0 has one.
 
         A pass outside the hooks has no order (`gathered` ends such passes).
         """
@@ -303,11 +312,11 @@ class Schedule(Generic[U]):
         return bool(gathers)
 
     def share_order(self, gathers: Sequence[int], closes: Sequence[int]) -> None:
-        """Set the orders of gathers and closes that all ranks share from now on."""
+        """Set the orders of gathers and reductions that all ranks share from now on."""
         indices = [u.index for u in self.units]
-        self._gathers.take(complete(gathers, indices))
-        self._turns = Turns(complete(closes, indices[::-1]))
-        self._turns.end()
+        self._gather_order.set_order(complete_order(gathers, indices))
+        self._reduce_order = ReduceOrder(complete_order(closes, indices[::-1]))
+        self._reduce_order.end()
 
     # -- forward
     def before_forward(self, unit: U, *, in_backward: bool) -> bool:
@@ -316,29 +325,29 @@ class Schedule(Generic[U]):
         ``in_backward``: this forward runs inside the backward pass (activation checkpointing).
         """
         following = None
-        if self._gathers_in_turn and not in_backward:
-            self._gather_too(self._gathers.missed(unit.index))
-            following = self._gathers.reach(unit.index)
+        if self._gathers_in_order and not in_backward:
+            self._join_gathers(self._gather_order.skipped_before(unit.index))
+            following = self._gather_order.advance_to(unit.index)
         unit.start_unshard()
-        self._ahead.discard(unit.index)  # the budget is for units not used yet
+        self._prefetched.discard(unit.index)
         upcoming = None if in_backward else self.order.visit_forward(unit.index)
-        ahead = upcoming if following is None else following
-        self._gather_ahead(unit.settings.forward_prefetch, ahead)
+        expected = upcoming if following is None else following
+        self._gather_next(unit.settings.forward_prefetch, expected)
         unit.finish_unshard()
         return in_backward or upcoming == []
 
     def start_unshard(self, unit: U) -> None:
         """Start gathering a unit; with a shared order, gather the units before it first."""
-        if self._gathers_in_turn:
-            self._gather_too(self._gathers.before(unit.index))
+        if self._gathers_in_order:
+            self._join_gathers(self._gather_order.preceding(unit.index))
         unit.start_unshard()
 
-    def _gather_too(self, indices: Sequence[int]) -> None:
-        """Take part in gathers that other ranks may start."""
+    def _join_gathers(self, indices: Sequence[int]) -> None:
+        """Join the gathers of units that other ranks may run and this rank does not."""
         for index in indices:
             if not self.units[index].is_resident:
                 self.units[index].start_unshard()
-                self._ahead.add(index)
+                self._prefetched.add(index)
 
     def after_forward(
         self,
@@ -350,60 +359,62 @@ class Schedule(Generic[U]):
         still_runs: bool,
         at_root: bool,
     ) -> None:
-        """Free the unit if possible; the root and the last unit stay for their backward.
+        """Free the unit if possible; the root and the last unit stay full for their backward.
 
         ``still_runs``: another forward of the unit is running. ``at_root``: no forward is left.
         """
         settings = unit.settings
         is_last = settings.keeps_last and (backward_is_next or unit is self.units[0])
         waits = expects_backward and is_last
-        in_use = still_runs or unit.index in self._in_backward or unit.index in self._held
+        in_use = still_runs or unit.index in self._in_backward or unit.index in self._kept_full
         if settings.stage.frees_after_forward and not (waits or in_backward or in_use):
             unit.reshard()
         if at_root and not in_backward:
-            if self._gathers_in_turn:
-                self._gather_too(self._gathers.missed())
-                self._gathers.end()
+            if self._gathers_in_order:
+                self._join_gathers(self._gather_order.skipped_before())
+                self._gather_order.end()
             self._drop_prefetched()
 
-    def note_ahead(self, unit: U) -> None:
-        """Count a unit as prefetched, so that the end of the forward pass frees it."""
-        self._ahead.add(unit.index)
+    def mark_prefetched(self, unit: U) -> None:
+        """Count the unit as prefetched, so that the end of the forward pass frees it."""
+        self._prefetched.add(unit.index)
 
-    def hold(self, unit: U) -> None:
-        """Keep a unit full until the backward pass ends."""
-        self._held.add(unit.index)
+    def keep_full(self, unit: U) -> None:
+        """Keep the unit full until the backward pass ends."""
+        self._kept_full.add(unit.index)
 
     def _drop_prefetched(self) -> None:
-        for index in self._ahead - self._held:
+        for index in self._prefetched - self._kept_full:
             self.units[index].reshard()
-        self._ahead.clear()
+        self._prefetched.clear()
 
-    def _gather_ahead(self, named: Sequence[U] | None, upcoming: Sequence[int] | None) -> None:
-        """Prefetch the units named in settings, or with a shared order the expected next units."""
-        if named is None or self._gathers_in_turn:
+    def _gather_next(self, named: Sequence[U] | None, upcoming: Sequence[int] | None) -> None:
+        """Prefetch the units that settings name, or with a shared order the expected next units."""
+        if named is None or self._gathers_in_order:
             self._prefetch(upcoming)
             return
         for unit in named:
             if not unit.is_resident:
                 unit.start_unshard()
-                self._ahead.add(unit.index)
+                self._prefetched.add(unit.index)
 
     def _prefetch(self, upcoming: Sequence[int] | None) -> None:
         if not self._prefetch_bytes or not upcoming:
             return
         # With a shared order, skipped units do not count as prefetched any more.
-        ahead = self._ahead.intersection(upcoming) if self._gathers_in_turn else self._ahead
+        prefetched = self._prefetched
+        if self._gathers_in_order:
+            prefetched = prefetched.intersection(upcoming)
         chosen = units_to_prefetch(
             upcoming[:_LOOKAHEAD_UNITS],
             lambda i: self.units[i].full_bytes,
-            ahead,
+            prefetched,
             lambda i: self.units[i].is_resident,
             self._prefetch_bytes,
         )
         for index in chosen:
             self.units[index].start_unshard()
-            self._ahead.add(index)
+            self._prefetched.add(index)
         for index in upcoming[:_READ_AHEAD_UNITS]:
             self.units[index].read_ahead()
 
@@ -412,18 +423,18 @@ class Schedule(Generic[U]):
         """Begin a pass that is expected to take the units in the reverse of ``order``."""
         self.order.begin_backward(order)
         self._closed = []
-        if self.reduces_in_turn:
-            self._turns.begin()
+        if self.reduces_in_order:
+            self._reduce_order.begin()
 
     def before_backward(self, unit: U) -> None:
         """Gather the unit for its backward; start gathering the next ones."""
         self._in_backward.add(unit.index)
         if unit.settings.reads_in_backward:
             unit.start_unshard()
-        self._ahead.discard(unit.index)
+        self._prefetched.discard(unit.index)
         upcoming = self.order.visit_backward(unit.index) or ()
         upcoming = [i for i in upcoming if self.units[i].settings.reads_in_backward]
-        self._gather_ahead(unit.settings.backward_prefetch, upcoming)
+        self._gather_next(unit.settings.backward_prefetch, upcoming)
         if unit.settings.reads_in_backward:
             unit.finish_unshard()
 
@@ -444,16 +455,16 @@ class Schedule(Generic[U]):
         if not self.reduces(unit, is_last):
             if unit.is_trained:
                 self._reducer.keep(unit)
-        elif self.reduces_in_turn:
-            self._reduce(self._turns.arrive(unit.index), is_last)
+        elif self.reduces_in_order:
+            self._reduce(self._reduce_order.mark_ready(unit.index), is_last)
         elif unit.is_trained:
             self._reducer.add(unit)
         if unit.settings.stage.frees_after_backward:
             unit.reshard()
 
-    def will_reduce_in_turn(self, is_last: bool | None) -> bool:
-        """Tell whether this pass reduces, and ranks may begin to reduce in different layers."""
-        return self.reduces_in_turn and any(self.reduces(unit, is_last) for unit in self.units)
+    def will_reduce_in_order(self, is_last: bool | None) -> bool:
+        """Tell whether this pass reduces, in the order that all ranks share."""
+        return self.reduces_in_order and any(self.reduces(unit, is_last) for unit in self.units)
 
     def _reduce(self, indices: Sequence[int], is_last: bool | None) -> None:
         for unit in (self.units[index] for index in indices):
@@ -463,13 +474,13 @@ class Schedule(Generic[U]):
     def is_waiting(self, unit: U) -> bool:
         """Tell whether the reduction of a closed unit has not started."""
         return self._reducer.is_waiting(unit) or (
-            self.reduces_in_turn and self._turns.waits(unit.index)
+            self.reduces_in_order and self._reduce_order.is_blocked(unit.index)
         )
 
-    def close_turns(self, is_last: bool | None) -> None:
+    def reduce_unvisited(self, is_last: bool | None) -> None:
         """Reduce zeros, at the end of a backward pass, for units that only other ranks ran."""
-        if self.will_reduce_in_turn(is_last):
-            self._reduce(self._turns.end(), is_last)
+        if self.will_reduce_in_order(is_last):
+            self._reduce(self._reduce_order.end(), is_last)
 
     def end_pass(self, running: Collection[int] = ()) -> None:
         """Free full parameters; predict the next step from the recorded order.
@@ -479,7 +490,8 @@ class Schedule(Generic[U]):
         for unit in self.units:
             if not unit.settings.stays_full and unit.index not in running:
                 unit.reshard()
-        for indices in (self._ahead, self._held, self._in_backward):
-            indices.clear()
-        self._turns.end()
+        self._prefetched.clear()
+        self._kept_full.clear()
+        self._in_backward.clear()
+        self._reduce_order.end()
         self.order.end_step()

@@ -63,7 +63,7 @@ class FullWeights:
     ) -> None:
         parts = Parts(model)
         world = range(dist.get_world_size())
-        agree(parts.everyone, [f"ranks={ranks}", f"dtype={dtype}"], what)
+        agree(parts.all_ranks, [f"ranks={ranks}", f"dtype={dtype}"], what)
         if ranks is not None and (not ranks or any(rank not in world for rank in ranks)):
             raise ConfigError(
                 f"{what}: ranks={ranks!r}: expected ranks of the world, 0 to {len(world) - 1}, or "
@@ -74,7 +74,7 @@ class FullWeights:
                 f"{what}: the model is gathered already; use its parameters, or leave the context"
             )
         parts.check_usable(f"{what}: ")
-        parts.rest(what)
+        parts.finish_pending_work(what)
         self._what, self._dtype = what, dtype
         self._ranks = None if ranks is None else frozenset(ranks)
         self._comm, self._stages = parts.comm, parts.comm.axes.stages

@@ -158,7 +158,7 @@ def _in_full(model: nn.Module, wanted: dict[str, DTensor], writeback: bool) -> I
             owner.put_in_modules(full)
         try:
             # A prompt encoder runs on the full parameters.
-            with engine_of(model).conditions.suspended():
+            with engine_of(model).status.suspended():
                 yield
         finally:
             for owner in owners:

@@ -70,5 +70,5 @@ def accumulate(
 def _window(model: Model, last: bool) -> Iterator[None]:
     with ExitStack() as windows:
         for each in modules_of(model):
-            windows.enter_context(engine_of(each).conditions.micro_batch(last=bool(last)))
+            windows.enter_context(engine_of(each).status.micro_batch(last=bool(last)))
         yield

@@ -34,9 +34,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_
 from shardwise.device import accelerator_generator, set_accelerator_generator, time_of
 from shardwise.engine.api import engine_of
 from shardwise.engine.calls import Call, ForwardPass
-from shardwise.engine.conditions import Alone
 from shardwise.engine.passes import in_backward
 from shardwise.engine.runtime import Engine
+from shardwise.engine.status import SingleMicroBatch
 from shardwise.errors import ConfigError, StateError
 from shardwise.unit.unit import Unit
 
@@ -161,7 +161,9 @@ def layer_by_layer(
     batches = list(micro_batches)
     _check(engine, batches)
     alone = len(batches) == 1
-    losses: list[Any] = [forward(batches[0])] if alone else _Rounds(engine, forward, batches).run()
+    losses: list[Any] = (
+        [forward(batches[0])] if alone else _InterleavedMicroBatches(engine, forward, batches).run()
+    )
     for number, loss in enumerate(losses, 1):
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             kind = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
@@ -207,7 +209,7 @@ class _Lane:
         self.loss: Any = None
 
 
-class _Rounds(Alone):
+class _InterleavedMicroBatches(SingleMicroBatch):
     """The forward passes of several micro-batches; see Note [Micro-batches in rounds]."""
 
     def __init__(
@@ -245,7 +247,7 @@ class _Rounds(Alone):
             )
             for place, lane in enumerate(self._lanes)
         ]
-        with self._engine.conditions.in_rounds(self):
+        with self._engine.status.running_together(self):
             for thread in threads:
                 thread.start()
             try:
@@ -301,7 +303,7 @@ class _Rounds(Alone):
         """Tell whether other micro-batches still have to run this unit."""
         return not self._stops and self._running is not self._lanes[-1]
 
-    def arrive(self, unit: Unit) -> None:
+    def wait_for_others(self, unit: Unit) -> None:
         """Wait until the other micro-batches reach the unit that this one is about to run."""
         lane = self._running
         self._meet(lane, unit)
@@ -317,11 +319,11 @@ class _Rounds(Alone):
         """Gather the unit for the round's first micro-batch; tell whether its backward is next."""
         if self._running is self._lanes[0]:
             self._backward_is_next = super().gather(schedule, call)
-            self._mates = weakref.WeakSet[Call]()
+            self._peers = weakref.WeakSet[Call]()
         else:
             call.unit.finish_unshard()  # gathered already, unless a module returned None
-        self._mates.add(call)
-        call.mates = self._mates
+        self._peers.add(call)
+        call.peers = self._peers
         return self._backward_is_next
 
     def check_backward(self) -> None:

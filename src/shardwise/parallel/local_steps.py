@@ -87,10 +87,10 @@ class LocalSteps:
         except ConfigError as error:
             refusal = error
         facts = [*refusal_facts(refusal), f"every={every}, outer={outer}, streams={streams}"]
-        agree(parts.everyone, facts, "LocalSteps()", "Give the same values on every rank")
+        agree(parts.all_ranks, facts, "LocalSteps()", "Give the same values on every rank")
         if refusal is not None:
             raise refusal
-        parts.rest("LocalSteps()")
+        parts.finish_pending_work("LocalSteps()")
         for unit in parts.units:
             sums = unit.grads.sum_settings
             replicas = _replicas_of(unit)
@@ -98,7 +98,7 @@ class LocalSteps:
                 sums, over_replicas=False, divisor=sums.divisor / replicas
             )
         for engine in parts.engines:
-            engine.conditions.local_steps = self
+            engine.status.local_steps = self
         slices = [UnitSlices(unit, self.outer) for unit in parts.units]
         slices = [each for each in slices if each.params]
         axis = parts.comm.axes.replicate
@@ -107,7 +107,7 @@ class LocalSteps:
         self._groups = [slices[first::streams] for first in range(streams)]
         self._steps_seen = self._optimizer_steps
         self.num_synced = [0] * streams  # the step of the last synchronisation of each group
-        parts.before_each_pass(self._check_called)
+        parts.add_pass_check(self._check_called)
 
     def _check(self) -> None:
         parts = self._parts
@@ -219,15 +219,15 @@ class LocalSteps:
             f"{self._optimizer_steps} steps of optimizers",
             str(self.windows),
         ]
-        difference = find_difference(parts.everyone, facts, "LocalSteps: a synchronisation")
+        difference = find_difference(parts.all_ranks, facts, "LocalSteps: a synchronisation")
         if difference is not None:
-            why = f"LocalSteps: the ranks have not stepped alike: {difference}"
+            why = f"LocalSteps: the ranks have taken different steps: {difference}"
             parts.refuse(f"{why}. load() a checkpoint")
             raise StateError(
                 f"{why}. Every rank calls step() after each optimizer.step(); start again, or "
                 "from a checkpoint that was saved before"
             )
-        parts.rest("LocalSteps.step()")
+        parts.finish_pending_work("LocalSteps.step()")
         for number in due:
             for slices in self._groups[number]:
                 slices.check_trained()

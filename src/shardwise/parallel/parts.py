@@ -15,8 +15,8 @@ from shardwise.comm.collectives import Comm
 from shardwise.comm.control import Control
 from shardwise.engine.adoption import state_to_save
 from shardwise.engine.api import engine_of
-from shardwise.engine.conditions import Origin
 from shardwise.engine.runtime import Engine
+from shardwise.engine.status import Origin
 from shardwise.errors import ConfigError, ShardError
 from shardwise.unit.home import StateFolder
 from shardwise.unit.steps import finish_all
@@ -56,7 +56,7 @@ class Parts:
                     f"{engine.config.stage.number} on {engine.comm.axes.mesh}"
                 )
         for engine in self.engines:
-            engine.mates = self.engines
+            engine.stage_engines = self.engines
 
     @property
     def first(self) -> Engine:
@@ -89,9 +89,9 @@ class Parts:
         return self.comm.axes.stages is not None
 
     @property
-    def everyone(self) -> Control:
+    def all_ranks(self) -> Control:
         """The control group of all ranks that hold a part of the model."""
-        return self.first.everyone
+        return self.first.all_ranks
 
     @property
     def suspended(self) -> bool:
@@ -106,17 +106,17 @@ class Parts:
     @property
     def local_steps(self) -> Any:
         """The `LocalSteps` of the model, or None."""
-        return self.first.conditions.local_steps
+        return self.first.status.local_steps
 
     @property
     def is_in_window(self) -> bool:
         """Tell whether any stage is inside an accumulation window."""
         return any(engine.is_in_window for engine in self.engines)
 
-    def rest(self, what: str) -> None:
+    def finish_pending_work(self, what: str) -> None:
         """Finish background work and unpin all units, for ``what``."""
         for engine in self.engines:
-            engine.rest(what)
+            engine.finish_pending_work(what)
 
     @property
     def disk(self) -> StateFolder | None:
@@ -139,12 +139,12 @@ class Parts:
                     for step in (*unit.steps, *unit.writes):
                         step.give_up()
                     unit.steps, unit.writes = [], []
-                    engine.conditions.refuse(str(failure))
+                    engine.status.refuse(str(failure))
 
     def check_usable(self, what: str) -> None:
         """Raise StateError for ``what`` if the parameters must not be used."""
         for engine in self.engines:
-            engine.conditions.check_usable(what)
+            engine.status.check_usable(what)
 
     def finish_reductions(self) -> None:
         """Complete the reductions in flight."""
@@ -154,31 +154,31 @@ class Parts:
     def begin_load(self, names: Collection[str], why: str) -> None:
         """Begin to write parameters and state of these names."""
         for engine in self.engines:
-            engine.conditions.begin_load(names, why)
+            engine.status.begin_load(names, why)
 
     def end_load(self, names: Collection[str]) -> str | None:
         """End a successful load; return a name that an earlier load has left half loaded."""
-        left = [engine.conditions.end_load(names) for engine in self.engines]
+        left = [engine.status.end_load(names) for engine in self.engines]
         return next(filter(None, left), None)
 
     @property
     def origin(self) -> Origin | None:
         """The checkpoint that the model was last loaded from or saved as."""
-        return self.first.conditions.origin
+        return self.first.status.origin
 
     @origin.setter
     def origin(self, origin: Origin) -> None:
         for engine in self.engines:
-            engine.conditions.origin = origin
+            engine.status.origin = origin
 
     def refuse(self, why: str) -> None:
         """Mark the parameters unusable until a load of all of them succeeds."""
         for engine in self.engines:
-            engine.conditions.refuse(why)
+            engine.status.refuse(why)
 
-    def before_each_pass(self, check: Callable[[], None]) -> Callable[[], None]:
+    def add_pass_check(self, check: Callable[[], None]) -> Callable[[], None]:
         """Call ``check`` before each recorded pass of the first stage; return its removal."""
-        return self.first.conditions.before_each_pass(check)
+        return self.first.status.add_pass_check(check)
 
 
 class Joined:

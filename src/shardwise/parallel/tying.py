@@ -152,7 +152,7 @@ def tie(model: Model, names: Mapping[str, str]) -> None:
     shape, dtype or sharding.
     """
     parts = Parts(model)
-    parts.rest("tie()")
+    parts.finish_pending_work("tie()")
     if not names or not hasattr(names, "items"):
         raise ConfigError(
             f"names={names!r}: expected which name is another of which, as in "
@@ -175,7 +175,7 @@ def tie(model: Model, names: Mapping[str, str]) -> None:
         "ranks": [] if stages is None else get_process_group_ranks(stages.group),
         "asked": dict(names),
     }
-    control = parts.everyone
+    control = parts.all_ranks
     rows = [json.loads(row) for row in exchange_any(control, json.dumps(said).encode())]
     members: list[int] = list(control.members) or [0]
     _check(rows, members, names, listed)

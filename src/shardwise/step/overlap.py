@@ -322,7 +322,7 @@ class Overlap:
         except BaseException as failure:
             why = f"the optimizer's step failed part of the way: {failure}"
             for engine in _engines_of(found.by_unit):
-                engine.conditions.refuse(f"{why} Then load() a checkpoint")
+                engine.status.refuse(f"{why} Then load() a checkpoint")
             if unit is not None:
                 name = unit.name or "(root)"
                 rank = dist.get_rank() if dist.is_initialized() else 0
@@ -336,7 +336,7 @@ class Overlap:
         """
         needs = [u for u, p in by_unit.items() if u and self._stored.needs_storing(optimizer, u, p)]
         engines = _engines_of(filter(_has_disk, by_unit))
-        num_loads = sum(engine.conditions.num_loads for engine in engines)
+        num_loads = sum(engine.status.num_loads for engine in engines)
         if engines and num_loads != self._num_loads:
             self._num_loads = num_loads
             self._some_rank_stores = any_rank(engines[0].comm.control, bool(needs))

@@ -72,8 +72,8 @@ def gathered(
     engine, params = _params_of(targets)
     in_model = isinstance(targets[0], nn.Module)
     _check(engine, params, source)
-    engine.backward.forget_cut()
-    engine.rest("gathered()")
+    engine.backward.drop_failed_pass()
+    engine.finish_pending_work("gathered()")
     with torch.no_grad():
         device = engine.comm.device
         fulls = [_standing(s, in_model, device) for s in params]
@@ -89,7 +89,7 @@ def gathered(
     before = [ModuleBefore(module) for module in root.modules()] if in_model else []
     has_ended = False
     try:
-        with engine.conditions.suspended() if in_model else nullcontext():
+        with engine.status.suspended() if in_model else nullcontext():
             yield targets[0] if in_model else fulls
         has_ended = True
     finally:
@@ -280,7 +280,7 @@ def _check(engine: Engine, params: list[ShardedParam], source: int | None) -> No
             "gathered(): the model is gathered already, by an outer `with`: use the full "
             "parameters that it gave, or leave it first"
         )
-    engine.conditions.check_usable("gathered(): ")
+    engine.status.check_usable("gathered(): ")
 
 
 def _put(params: list[ShardedParam], standing: list[nn.Parameter]) -> None:

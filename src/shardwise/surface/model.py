@@ -202,7 +202,7 @@ class ShardedModel(ShardedModule):
 def no_sync(self: Any) -> Iterator[None]:
     """Run a micro-batch that is not the last before the step: ``accumulate(model, last=False)``."""
     engine: Engine = self.__dict__[ATTRIBUTE]
-    with engine.conditions.micro_batch(last=False):
+    with engine.status.micro_batch(last=False):
         yield
 
 
@@ -262,7 +262,7 @@ def copy_engine(engine: Engine, memo: Memo) -> tuple[Engine, list[Unit]]:
             "copy.deepcopy of a sharded model inside a forward or backward pass: copy it between "
             "two passes"
         )
-    engine.conditions.check_usable("copy.deepcopy: ")
+    engine.status.check_usable("copy.deepcopy: ")
     engine.finish_steps()
     comms = {id(comm): make_comm(comm.axes, comm.device) for comm in engine.comms}
     ledger = FullParamLedger()

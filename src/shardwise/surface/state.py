@@ -34,7 +34,7 @@ def end_schedule(engine: Engine) -> None:
     **Raises** StateError if ``p.grad`` already has gradients of an earlier schedule.
     """
     params = [param for unit in engine.units for param in unit.params]
-    is_last = engine.conditions.is_last_micro_batch is not False
+    is_last = engine.status.is_last_micro_batch is not False
     if is_last and any(param.gradient.has_partial for param in params):
         engine.finish_reductions()
         before = next((p.name for p in params if _has_grad(p)), None)
@@ -51,7 +51,7 @@ def end_schedule(engine: Engine) -> None:
 
 def end_passes(engine: Engine) -> None:
     """Reduce the gradients that backward passes have kept; keep them if the window continues."""
-    if engine.conditions.is_last_micro_batch is False:
+    if engine.status.is_last_micro_batch is False:
         _keep(engine)
     else:
         _reduce(engine, last=True)
@@ -64,9 +64,9 @@ def _reduce(engine: Engine, *, last: bool) -> None:
             unit.grads.enter(GradState.PARTIAL)
         if not unit.settings.stays_full:
             unit.unpin()
-    with engine.conditions.micro_batch(last=last):
+    with engine.status.micro_batch(last=last):
         # Units with gradients on another rank alone take part, as in any pass.
-        engine.backward.on_pass([])
+        engine.backward.on_pass_begin([])
         engine.backward.on_pass_end()
 
 
@@ -133,7 +133,7 @@ class ModuleState(_State):
     def adopt(self) -> None:
         """Take over the parameters that the modules hold now; does nothing here."""
 
-    def rest(self, what: str) -> None:
+    def finish_pending_work(self, what: str) -> None:
         """Prepare the modules for ``what``, which reads the shards; does nothing here."""
 
     # -- full parameters

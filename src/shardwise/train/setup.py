@@ -180,7 +180,7 @@ def prepare_run(config: TrainConfig, place: RankPlace, device: torch.device) -> 
     values = config.model_dump(mode="json")
     facts = [f"{name}: {values[name]}" for name in values if name not in _OF_HOST]
     facts.append(f"data: {len(tokens)} windows, {tokens.num_tokens} tokens")
-    agree(engine_of(model).everyone, facts, "the keys of the run")
+    agree(engine_of(model).all_ranks, facts, "the keys of the run")
     return Run(
         config=config,
         place=place,

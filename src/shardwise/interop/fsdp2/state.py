@@ -45,7 +45,7 @@ _ACTIVATIONS = Offload(activations="cpu")
 
 
 _RULES = EngineRules(
-    each_unit_alone=True,
+    units_are_independent=True,
     owns_all=False,  # `ignored_params`
     allows_jvp=True,
     where_full="on a copy of the model that is not sharded",
@@ -210,7 +210,7 @@ class State(ModuleState):
                     param.uses = tuple(_named(use, names) for use in param.uses)
         return list(found.values())
 
-    def rest(self, what: str) -> None:
+    def finish_pending_work(self, what: str) -> None:
         """Put the shards in the modules, and adopt parameters that have replaced them.
 
         **Raises** StateError inside a pass.

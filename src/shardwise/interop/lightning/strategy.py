@@ -309,7 +309,7 @@ def _precision_of(engine: Engine, wanted: Precision) -> Precision:
     A policy of `fully_shard` has no master dtype: parameters keep theirs. It also has its own rule
     of casting inputs. So both are taken from ``wanted``.
     """
-    if not engine.rules.each_unit_alone:
+    if not engine.rules.units_are_independent:
         return engine.config.precision
     found = []
     for unit in engine.units:

@@ -128,7 +128,7 @@ def load_weights(model: Any, path: str | Path) -> None:
     had_memory = not any(param.is_meta for param in model.parameters())
     if not had_memory:
         _give_memory(model)
-    engine_of(model).rest("load_weights()")
+    engine_of(model).finish_pending_work("load_weights()")
     source = open_huggingface(Path(path))
     report = _report_of(model)
     is_theirs = isinstance(model, transformers.PreTrainedModel)
@@ -285,7 +285,7 @@ def _read(
     """Read the weights on all ranks; if one fails, the model is unusable until the next load."""
     engine = engine_of(model)
     why = f"reading {source.where} did not come to its end; load the weights again"
-    with engine.conditions.writing(why):
+    with engine.status.writing(why):
         on_all_ranks(
             engine.comm.control, lambda: read_weights(model, source, recipes, dtypes, report)
         )

@@ -80,7 +80,7 @@ def save_pretrained(
         return
     _check(model, options)
     max_bytes = _bytes_of(max_shard_size)  # checked first: transformers removes earlier weights
-    engine.rest("save_pretrained()")
+    engine.finish_pending_work("save_pretrained()")
     writes = model.should_save_on_this_rank(is_main_process is not False)  # a rank 0 only
     options |= {"state_dict": {}, "is_main_process": writes}  # all but the weights
     shows_progress = logging.is_progress_bar_enabled()
@@ -101,7 +101,7 @@ def save_weights(model: nn.Module, folder: str | Path, *, writes: bool) -> None:
     **Cost** and **Raises** as of `save_pretrained`.
     """
     _check(model, {})
-    engine_of(model).rest("save_weights()")
+    engine_of(model).finish_pending_work("save_weights()")
     if writes:
         Path(folder).mkdir(parents=True, exist_ok=True)
     _write(Plan(model, None, save_original_format=False), folder, writes)
@@ -110,7 +110,7 @@ def save_weights(model: nn.Module, folder: str | Path, *, writes: bool) -> None:
 def _write(plan: Plan, folder: str | Path, writes: bool) -> None:
     """Gather part by part on the ranks that write. See Note [A part at a time]."""
     failures: list[Exception] = []
-    control = engine_of(plan.model).everyone
+    control = engine_of(plan.model).all_ranks
     flags = control.exchange(bytes([writes]))
     members = control.members or (dist.get_rank(),)
     ranks = [rank for rank, flag in zip(members, flags, strict=True) if flag[0]]
@@ -141,7 +141,7 @@ def _write(plan: Plan, folder: str | Path, writes: bool) -> None:
 
 def _check(model: nn.Module, options: Mapping[str, object]) -> None:
     """Refuse unsupported options and models before anything is written."""
-    broken = engine_of(model).conditions.unusable
+    broken = engine_of(model).status.unusable
     if broken is not None:
         raise StateError(f"save_pretrained: the parameters are not to be used: {broken}")
     for name in ("push_to_hub", "variant", "distributed_checkpoint"):

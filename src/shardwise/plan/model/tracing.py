@@ -353,7 +353,7 @@ class _Recorder:
     def _ignore(self, *_: object) -> None:
         """Do nothing: these calls change no bytes."""
 
-    on_pass = on_reached = on_call_over = on_cut = on_double = _ignore
+    on_pass_begin = on_call_reached = on_call_end = on_pass_raised = on_double_backward = _ignore
 
     def on_grad(self, unit: _Unit, leaf: Tensor) -> None:
         """Record which gradient exists, and from which place in the log on."""

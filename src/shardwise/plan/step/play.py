@@ -272,7 +272,7 @@ class _Player:
             has_grads = self._schedule.reduces(unit, self._is_last) and unit.grads + unit.sums > 0
             if (unit.in_backward or has_grads) and not self._schedule.is_waiting(unit):
                 self._close(unit)
-        self._schedule.close_turns(self._is_last)
+        self._schedule.reduce_unvisited(self._is_last)
         self._reductions.close()
         self._schedule.end_pass()
 

@@ -1,6 +1,6 @@
-"""Temporary conditions of a sharded model: gathered, inside a window, unusable.
+"""The status of a sharded model: gathered, inside an accumulation window, unusable.
 
-A condition begins and ends in a context or by a method here. Other code only reads it.
+Only the contexts and methods of `ModelStatus` change it. Other code reads it.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -12,13 +12,16 @@ from typing import Any
 from shardwise.errors import StateError
 
 
-class Alone:
-    """One micro-batch at a time, the default. `layer_by_layer` replaces it."""
+class SingleMicroBatch:
+    """Forward passes of one micro-batch at a time, the default.
 
-    others_follow = False  # other micro-batches still have to run this unit
+    `accumulate(order="breadth_first")` replaces it by one that runs several in turn, unit by unit.
+    """
 
-    def arrive(self, unit: Any) -> None:
-        """Wait until the other micro-batches reach ``unit``; do nothing here."""
+    others_follow = False  # True if other micro-batches still need the unit
+
+    def wait_for_others(self, unit: Any) -> None:
+        """Wait until the other micro-batches reach ``unit``; with one micro-batch, do nothing."""
 
     def gather(self, schedule: Any, call: Any) -> bool:
         """Gather the unit of a call; tell whether its backward comes next."""
@@ -43,20 +46,25 @@ class Origin:
     is_saved: bool = False
 
 
-class Conditions:
-    """The conditions of one model."""
+class ModelStatus:
+    """The status of one model.
+
+    ``num_loads``: loads begun. ``origin``: the checkpoint of the parameters. Both are equal on all
+    ranks. ``micro_batches`` runs the forward passes. ``local_steps``: the `LocalSteps` of replicas
+    that step separately, or None.
+    """
 
     def __init__(self) -> None:
         self._is_suspended = False
-        self._is_last: bool | None = None
-        self._unusable: str | None = None
-        self._half_loaded: set[str] = set()
-        self.num_loads = 0  # loads begun; equal on all ranks
-        self.origin: Origin | None = None  # equal on all ranks
+        self._is_last: bool | None = None  # None outside a window
+        self._unusable: str | None = None  # the reason
+        self._half_loaded: set[str] = set()  # names that a failed load may have written
+        self.num_loads = 0
+        self.origin: Origin | None = None
         self._checks: list[Callable[[], None]] = []
-        self.rounds = Alone()
-        self._assigned: dict[int, tuple[Any, Any]] = {}
-        self.local_steps: Any = None  # of replicas that step apart (`parallel.local_steps`)
+        self.micro_batches = SingleMicroBatch()
+        self._assigned: dict[int, tuple[Any, Any]] = {}  # id of a parameter: it, assigned memory
+        self.local_steps: Any = None
 
     # -- full parameters in the modules
     @property
@@ -67,7 +75,8 @@ class Conditions:
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """Ignore forward passes while the modules hold full ordinary parameters."""
-        before, self._is_suspended = self._is_suspended, True
+        before = self._is_suspended
+        self._is_suspended = True
         try:
             yield
         finally:
@@ -82,23 +91,25 @@ class Conditions:
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
         """Run one micro-batch of an accumulation window."""
-        before, self._is_last = self._is_last, last
+        before = self._is_last
+        self._is_last = last
         try:
             yield
         finally:
             self._is_last = before
 
-    # -- micro-batches in rounds
+    # -- several micro-batches, unit by unit
     @contextmanager
-    def in_rounds(self, rounds: Alone) -> Iterator[None]:
-        """Run the forward passes of several micro-batches unit by unit."""
-        before, self.rounds = self.rounds, rounds
+    def running_together(self, micro_batches: SingleMicroBatch) -> Iterator[None]:
+        """Let ``micro_batches`` run the forward passes of several micro-batches unit by unit."""
+        before = self.micro_batches
+        self.micro_batches = micro_batches
         try:
             yield
         finally:
-            self.rounds = before
+            self.micro_batches = before
 
-    # -- parameters of two origins
+    # -- parameters that must not be used
     @property
     def unusable(self) -> str | None:
         """The reason why the parameters must not be used, or None."""
@@ -148,7 +159,7 @@ class Conditions:
             self._assigned.clear()
 
     # -- errors from the background
-    def before_each_pass(self, check: Callable[[], None]) -> Callable[[], None]:
+    def add_pass_check(self, check: Callable[[], None]) -> Callable[[], None]:
         """Call ``check``, which may raise, before each recorded pass; return its removal."""
 
         def end() -> None:
@@ -159,6 +170,6 @@ class Conditions:
         return end
 
     def check_before_pass(self) -> None:
-        """Call the checks that `before_each_pass` has registered."""
+        """Call the checks of `add_pass_check`."""
         for check in list(self._checks):
             check()
