@@ -45,8 +45,8 @@ class UnitSettings:
     freed (FSDP2's contract), else during calls only.
     ``reads_in_backward``: backward needs the full parameters; an embedding's needs only the ids.
     ``stays_full``: full parameters stay after backward, for the next forward of a window.
-    ``keeps_grads``: gradients stay on this rank at any stage, as long as it is True.
-    ``awaits_end``: a pipeline's schedule ends ``keeps_grads``, not a window's last micro-batch.
+    ``keeps_grads``: gradients stay on this rank, unreduced, while it is True.
+    ``awaits_end``: the pipeline's schedule ends ``keeps_grads``, not the window's last micro-batch.
     ``forward_prefetch``, ``backward_prefetch``: the units to gather with this one (None: the next
     units of the recorded order).
     """

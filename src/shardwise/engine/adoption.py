@@ -33,42 +33,43 @@ class Adoption:
         """Check that the model has all their parameters. **Raises** ConfigError before changes."""
         self._optimizers = _as_list(optimizers)
         params = {id(param.param): param for unit in specs for param in unit.params}
+        # By id of a parameter: each list of a group that has it, and its place in the list.
         self._places: dict[int, list[tuple[list[Any], int]]] = {}
         self._facts: list[str] = []
         for number, optimizer in enumerate(self._optimizers):
             self._facts.append(f"optimizer {number} ({type(optimizer).__name__})")
             for index, group in enumerate(optimizer.param_groups):
-                for place, held in enumerate(group["params"]):
-                    if isinstance(held, ShardTensor):
+                for place, tensor in enumerate(group["params"]):
+                    if isinstance(tensor, ShardTensor):
                         continue  # of a model that is sharded already
-                    if id(held) not in params:
-                        raise _stranger(optimizer, index, place, held)
-                    param = params[id(held)]
-                    self._places.setdefault(id(held), []).append((group["params"], place))
+                    if id(tensor) not in params:
+                        raise _not_of_model(optimizer, index, place, tensor)
+                    param = params[id(tensor)]
+                    self._places.setdefault(id(tensor), []).append((group["params"], place))
                     self._facts.append(f"optimizer {number}, group {index}: '{param.name}'")
-                    state = state_to_save(optimizer, held)
+                    state = state_to_save(optimizer, tensor)
                     self._facts += _state_facts(param, state)
 
     def facts(self) -> list[str]:
         """Return the facts that must be equal on all ranks, as lines of text."""
         return self._facts
 
-    def take(self, spec: UnitSpec, unit: Unit) -> None:
+    def replace_params(self, spec: UnitSpec, unit: Unit) -> None:
         """Replace a new unit's original parameters, and their state, in the optimizers."""
         params = {param.name: param for param in unit.params}
-        for before in spec.params:
-            param = params[before.name]
-            for held, place in self._places.pop(id(before.param), ()):
-                held[place] = param.sharded
+        for original in spec.params:
+            param = params[original.name]
+            for group_params, place in self._places.pop(id(original.param), ()):
+                group_params[place] = param.sharded
             for optimizer in self._optimizers:
-                if before.param in optimizer.state:
-                    state = state_to_save(optimizer, before.param)
-                    del optimizer.state[before.param]
+                if original.param in optimizer.state:
+                    state = state_to_save(optimizer, original.param)
+                    del optimizer.state[original.param]
                     optimizer.state[param.sharded] = {
-                        key: _adopted(key, value, before, param, unit.comm)
+                        key: _cut_state(key, value, original, param, unit.comm)
                         for key, value in state.items()
                     }
-            retire(before.param, before.name)
+            retire(original.param, original.name)
 
 
 def innermost(optimizer: Any) -> Any:
@@ -82,31 +83,31 @@ def state_to_save(optimizer: Any, param: torch.Tensor) -> Mapping[str, Any]:
     """Return a parameter's state as values, decoded if the optimizer keeps codes."""
     if param not in optimizer.state:
         return {}
-    decoded = getattr(innermost(optimizer), "saved_state", None)
-    found: Mapping[str, Any] = optimizer.state[param] if decoded is None else decoded(param)
-    return found
+    decode = getattr(innermost(optimizer), "saved_state", None)
+    state: Mapping[str, Any] = optimizer.state[param] if decode is None else decode(param)
+    return state
 
 
 def _as_list(optimizers: Optimizers) -> list[torch.optim.Optimizer]:
     if optimizers is None:
         return []
-    found = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
-    for optimizer in found:
+    listed = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+    for optimizer in listed:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigError(
                 f"optimizer: expected a torch optimizer, or a list of them, got {optimizer!r}"
             )
-    return found
+    return listed
 
 
-def _stranger(
-    optimizer: torch.optim.Optimizer, group: int, place: int, held: torch.Tensor
+def _not_of_model(
+    optimizer: torch.optim.Optimizer, group: int, place: int, param: torch.Tensor
 ) -> ConfigError:
     return ConfigError(
-        f"optimizer: parameter {place} of group {group} {tuple(held.shape)} of this "
+        f"optimizer: parameter {place} of group {group} {tuple(param.shape)} of this "
         f"{type(optimizer).__name__} is not one of the model's. If the model was changed since, "
         "build the optimizer anew; a parameter outside the model belongs into an optimizer of its "
-        "own, since nobody averages its gradient over the ranks"
+        "own, since its gradient is not averaged over the ranks"
     )
 
 
@@ -115,8 +116,8 @@ def _state_facts(param: ParamSpec, state: Mapping[str, Any]) -> Iterator[str]:
     for key, value in state.items():
         what = f"state '{key}' of '{param.name}'"
         if not isinstance(value, torch.Tensor):
-            known = value if isinstance(value, bool | int | float | str) else type(value).__name__
-            yield f"{what}: {known}"
+            is_plain = isinstance(value, bool | int | float | str)
+            yield f"{what}: {value if is_plain else type(value).__name__}"
             continue
         if value.is_meta:
             raise ConfigError(
@@ -134,12 +135,12 @@ def _state_facts(param: ParamSpec, state: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _is_cut(key: str, value: torch.Tensor, param: torch.Tensor) -> bool:
-    # For a scalar parameter the shape does not show what is one number for all of it.
+    # For a scalar parameter the shape does not show whether a value belongs to each element.
     return value.shape == param.shape and (value.ndim > 0 or key not in PLAIN_SCALARS)
 
 
 @torch.no_grad()
-def _adopted(key: str, value: Any, spec: ParamSpec, param: ShardedParam, comm: Comm) -> Any:
+def _cut_state(key: str, value: Any, spec: ParamSpec, param: ShardedParam, comm: Comm) -> Any:
     """Return rank 0's value of one entry of a parameter's state, cut as the parameter is."""
     if not isinstance(value, torch.Tensor):
         return value

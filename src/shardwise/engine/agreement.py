@@ -40,8 +40,7 @@ HOST_ROW_BYTES = _HOST_ROW.size
 def host_row(specs: Sequence[UnitSpec], config: ShardConfig, axis: Axis) -> bytes:
     """Return this rank's host, the memory that it needs there and the free memory, in 32 bytes."""
     host = hashlib.blake2b(socket.gethostname().encode(), digest_size=16).digest()
-    away = config.state_offload is not None
-    free = available_host_bytes() if away else 0
+    free = 0 if config.state_offload is None else available_host_bytes()
     return _HOST_ROW.pack(host, bytes_in_host_memory(specs, config, axis), free)
 
 
@@ -59,7 +58,8 @@ def check_host_room(control: Control, config: ShardConfig, packed: Sequence[byte
     host = rows[control.rank][0]
     for other in dict.fromkeys(row[0] for row in rows):
         ranks = [rank for rank, row in enumerate(rows) if row[0] == other]
-        total, free = sum(rows[rank][1] for rank in ranks), min(rows[rank][2] for rank in ranks)
+        total = sum(rows[rank][1] for rank in ranks)
+        free = min(rows[rank][2] for rank in ranks)
         if total > free:
             first = control.members[ranks[0]] if control.members else 0
             raise ConfigError(
@@ -74,7 +74,8 @@ def check_host_room(control: Control, config: ShardConfig, packed: Sequence[byte
         _LOG.warning(
             "the optimizer steps on the host, with 1 thread where each rank has %d cores: call "
             "torch.set_num_threads(), or shardwise.overlap(optimizer, threads=%d)",
-            *(cores, cores),
+            cores,
+            cores,
         )
 
 
@@ -83,13 +84,13 @@ def bytes_in_host_memory(specs: Sequence[UnitSpec], config: ShardConfig, axis: A
     offload = config.state_offload
     if offload is None:
         return 0
-    slices_are_there = not folders_of(offload.params)
-    means_are_there = not folders_of(offload.grads)
+    holds_slices = not folders_of(offload.params)
+    holds_means = not folders_of(offload.grads)
     ranks = axis.size if config.stage.shards_state else 1
     total = 0
     for spec in specs[num_units_on_device(specs, config) :]:
         for param in spec.params:
-            copies = slices_are_there + (means_are_there and param.param.requires_grad)
+            copies = holds_slices + (holds_means and param.param.requires_grad)
             numel = local_of(param.param).numel()
             share = -(-numel // ranks)
             if param.owner is not None and ranks > 1:
@@ -99,23 +100,25 @@ def bytes_in_host_memory(specs: Sequence[UnitSpec], config: ShardConfig, axis: A
 
 
 def _master_bytes(spec: ParamSpec, config: ShardConfig) -> int:
-    own, master = spec.param.dtype, config.precision.master
-    is_cast = master is not None and spec.param.requires_grad and own.is_floating_point
-    return (master or own).itemsize if is_cast else own.itemsize
+    dtype = spec.param.dtype
+    master = config.precision.master
+    if master is not None and spec.param.requires_grad and dtype.is_floating_point:
+        return master.itemsize
+    return dtype.itemsize
 
 
 _DIGEST_BYTES = 16
 _ROW_BYTES = 1024
 _INDEX = struct.Struct("<q")
 _MAX_SHOWN = 3
-_START_ALIKE = "Start every rank with the same code, the same settings and the same model"
+_SAME_START = "Start every rank with the same code, the same settings and the same model"
 
 
 def agree(
     control: Control,
     facts: Sequence[str],
     what: str,
-    remedy: str = _START_ALIKE,
+    remedy: str = _SAME_START,
     row: bytes = b"",
 ) -> list[bytes]:
     """Check that all ranks have the same facts (lines of text); return every rank's ``row``.
@@ -149,36 +152,38 @@ def _compare(
         return None, [row]
     text = "\n".join(facts).encode(errors="backslashreplace")
     digest = hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest()
-    found = control.exchange(digest + row, about)
-    rows = [each[_DIGEST_BYTES:] for each in found]
-    if len({each[:_DIGEST_BYTES] for each in found}) == 1:
+    received = control.exchange(digest + row, about)
+    rows = [message[_DIGEST_BYTES:] for message in received]
+    if len({message[:_DIGEST_BYTES] for message in received}) == 1:
         return None, rows
-    return _describe_difference(control, text), rows
+    return _exchange_differences(control, text), rows
 
 
-def _describe_difference(control: Control, text: bytes) -> str:
-    theirs = control.broadcast(text).split(b"\n")
-    pairs = enumerate(zip_longest(theirs, text.split(b"\n"), fillvalue=b""))
-    index, fact = next(((i, ours) for i, (first, ours) in pairs if first != ours), (-1, b""))
+def _exchange_differences(control: Control, text: bytes) -> str:
+    """Exchange each rank's first fact that differs from rank 0's; return them as one text."""
+    facts_of_rank_0 = control.broadcast(text).split(b"\n")
+    pairs = enumerate(zip_longest(facts_of_rank_0, text.split(b"\n"), fillvalue=b""))
+    index, fact = next(((i, fact) for i, (first, fact) in pairs if first != fact), (-1, b""))
     row = (_INDEX.pack(index) + fact)[:_ROW_BYTES].ljust(_ROW_BYTES, b"\0")
-    found: dict[tuple[int, bytes], list[int]] = {}
-    for rank, other in enumerate(control.exchange(row)):
-        (where,) = _INDEX.unpack_from(other)
-        if where >= 0:
-            found.setdefault((where, other[_INDEX.size :].rstrip(b"\0")), []).append(rank)
+    ranks_with: dict[tuple[int, bytes], list[int]] = {}
+    for rank, received in enumerate(control.exchange(row)):
+        (index,) = _INDEX.unpack_from(received)
+        if index >= 0:
+            fact = received[_INDEX.size :].rstrip(b"\0")
+            ranks_with.setdefault((index, fact), []).append(rank)
     parts = []
-    for (where, fact), ranks in sorted(found.items(), key=lambda item: (item[0][0], item[1])):
-        first = theirs[where] if where < len(theirs) else b""
+    for (index, fact), ranks in sorted(ranks_with.items(), key=lambda item: (item[0][0], item[1])):
+        first = facts_of_rank_0[index] if index < len(facts_of_rank_0) else b""
         parts.append(describe_difference(ranks, _show(fact), 0, _show(first)))
     if len(parts) > _MAX_SHOWN:
         parts[_MAX_SHOWN:] = [f"{len(parts) - _MAX_SHOWN} further differences"]
     return "; ".join(parts)
 
 
-def describe_difference(ranks: Sequence[int], fact: str, first: int, there: str) -> str:
-    """Return what some ranks have, beside what another rank has."""
+def describe_difference(ranks: Sequence[int], fact: str, other: int, other_fact: str) -> str:
+    """Return the fact of ``ranks`` and that of rank ``other`` as a sentence."""
     has = "has" if len(ranks) == 1 else "have"
-    return f"{name_ranks(ranks)} {has} {fact} where rank {first} has {there}"
+    return f"{name_ranks(ranks)} {has} {fact} where rank {other} has {other_fact}"
 
 
 def _show(fact: bytes) -> str:
@@ -214,24 +219,24 @@ def make_room(control: Control, work: Callable[[], None]) -> None:
         return bytes([failure is not None])
 
     if any(row[0] for row in control.exchange_after(attempt, 1)):
-        text = "" if failure is None else _told(control, failure)
+        text = "" if failure is None else _describe_failure(control, failure)
         rows = control.exchange(text.encode()[:_ROW_BYTES].ljust(_ROW_BYTES, b"\0"))
-        said = [row.rstrip(b"\0").decode(errors="ignore") for row in rows]
+        texts = [row.rstrip(b"\0").decode(errors="ignore") for row in rows]
         raise failure or StorageError(
-            f"{next(filter(None, said))}. That rank has failed, so nothing was changed on this one"
+            f"{next(filter(None, texts))}. That rank has failed, so nothing was changed on this one"
         )
 
 
-def _told(control: Control, failure: Exception) -> str:
+def _describe_failure(control: Control, failure: Exception) -> str:
     if isinstance(failure, ShardwiseError):
         return str(failure)
     rank = control.members[control.rank] if control.members else 0
     return f"rank {rank}: {type(failure).__name__}: {failure}"
 
 
-def any_rank(control: Control, is_so: bool) -> bool:
-    """Tell whether ``is_so`` is true on any rank. **Cost** an exchange of one byte."""
-    return any(row[0] for row in control.exchange(bytes([is_so])))
+def any_rank(control: Control, flag: bool) -> bool:
+    """Tell whether ``flag`` is true on any rank. **Cost** an exchange of one byte."""
+    return any(row[0] for row in control.exchange(bytes([flag])))
 
 
 def start_facts(

@@ -39,7 +39,7 @@ from shardwise.engine.agreement import (
     start_facts,
 )
 from shardwise.engine.model import attach_engine, note_managed
-from shardwise.engine.renamed import take_renamed
+from shardwise.engine.renamed import move_renamed
 from shardwise.engine.runtime import Engine
 from shardwise.engine.seams import open_homes
 from shardwise.engine.tree import ATTRIBUTE
@@ -55,7 +55,7 @@ from shardwise.layout.placements import (
 from shardwise.layout.units import UnitSpec, find_device, partition_into_units
 from shardwise.mesh import DataAxes, check_nearby, nearby_axis, resolve_axes
 from shardwise.names import list_names
-from shardwise.tensor.plain_state import owner_of  # and registers what cuts an optimizer's state
+from shardwise.tensor.plain_state import owner_of  # the import registers operations on state
 from shardwise.tensor.shard_tensor import ShardTensor
 from shardwise.trace import FullParamLedger
 from shardwise.unit.gradient import check_hooks
@@ -103,20 +103,20 @@ def shard(
     """
     moved: dict[str, Any] = {"mesh": mesh, "units": units, "schedule": schedule}
     try:
-        take_renamed(moved, renamed, "shard")
-        asked = _ask(model, stage, layout, precision, offload, optimizer, **moved)
+        move_renamed(moved, renamed, "shard")
+        arguments = _resolve_arguments(model, stage, layout, precision, offload, optimizer, **moved)
     except (ConfigError, StorageError) as refusal:
-        _tell_other_ranks(refusal, model, moved["mesh"])
+        _report_to_other_ranks(refusal, model, moved["mesh"])
         raise
-    comm, seed = _agree(model, asked)
-    engine = Engine(asked.config, comm, FullParamLedger())
-    attach_engine(model, engine, _build(model, asked, engine, seed))
+    comm, seed = _agree(model, arguments)
+    engine = Engine(arguments.config, comm, FullParamLedger())
+    attach_engine(model, engine, _build(model, arguments, engine, seed))
     _run_all_layers(model, engine)
     return model
 
 
 @dataclass
-class _Asked:
+class _Arguments:
     """The resolved arguments of one `shard` call, before any exchange or change."""
 
     config: ShardConfig
@@ -128,7 +128,7 @@ class _Asked:
     homes: Homes | None
 
 
-def _ask(
+def _resolve_arguments(
     model: nn.Module,
     stage: int,
     layout: str | ChooseLayout,
@@ -138,7 +138,7 @@ def _ask(
     mesh: DeviceMesh | Axes | None,
     units: UnitsLike,
     schedule: Schedule | None,
-) -> _Asked:
+) -> _Arguments:
     """Check the settings; resolve them to units, parameters and axes."""
     config = resolve_config(stage, layout_name(layout), precision, schedule, offload)
     _check_model(model)
@@ -152,40 +152,50 @@ def _ask(
     adoption = Adoption(optimizer, specs)
     device = device or current_device(axes.mesh.device_type)
     homes = open_homes(config.state_offload, device)
-    return _Asked(config, axes, device, chosen.init, list(specs), adoption, homes)
+    return _Arguments(config, axes, device, chosen.init, list(specs), adoption, homes)
 
 
 _START = struct.Struct("<qQ")  # this rank's number for the model, its seed
 
 
-def _agree(model: nn.Module, asked: _Asked) -> tuple[Comm, int]:
+def _agree(model: nn.Module, arguments: _Arguments) -> tuple[Comm, int]:
     """Compare the arguments of all ranks; return the collectives and the first rank's seed.
 
     One exchange carries a digest of the facts, the model's number, the seed, and the free memory of
     the hosts.
     """
-    axes, config = asked.axes, asked.config
-    comm = Comm(axes, asked.device, lambda: control_over(axes))
-    facts = start_facts(model, asked.specs, config, axes, asked.init, asked.adoption)
-    own = _START.pack(next_number(), torch.initial_seed() % 2**63)
-    row = own + host_row(asked.specs, config, axes.shard)
+    axes = arguments.axes
+    config = arguments.config
+    comm = Comm(axes, arguments.device, lambda: control_over(axes))
+    facts = start_facts(model, arguments.specs, config, axes, arguments.init, arguments.adoption)
+    start = _START.pack(next_number(), torch.initial_seed() % 2**63)
+    row = start + host_row(arguments.specs, config, axes.shard)
     rows = agree(comm.control, facts, "shard()", row=row)
-    check_host_room(comm.control, config, [each[_START.size :] for each in rows])
+    check_host_room(comm.control, config, [row[_START.size :] for row in rows])
     comm.number, seed = _START.unpack_from(rows[0])
     return comm, seed
 
 
-def _build(model: nn.Module, asked: _Asked, engine: Engine, seed: int) -> list[Unit]:
+def _build(model: nn.Module, arguments: _Arguments, engine: Engine, seed: int) -> list[Unit]:
     """Build the units one by one; drop each specification, with its original values."""
-    specs, control, num_nearby = asked.specs, engine.comm.control, asked.config.nearby_ranks
+    specs = arguments.specs
+    control = engine.comm.control
+    num_nearby = arguments.config.nearby_ranks
     nearby = None
-    if num_nearby not in (None, asked.axes.shard.size):
-        nearby = replace(nearby_axis(asked.axes.mesh, num_nearby), name="nearby")
+    if num_nearby not in (None, arguments.axes.shard.size):
+        nearby = replace(nearby_axis(arguments.axes.mesh, num_nearby), name="nearby")
     materializer = Materializer(
-        asked.config, engine.comm, engine.ledger, engine, asked.init, specs, asked.homes, nearby
+        arguments.config,
+        engine.comm,
+        engine.ledger,
+        engine,
+        arguments.init,
+        specs,
+        arguments.homes,
+        nearby,
     )
     materializer.check(specs)
-    if asked.config.state_offload is not None:
+    if arguments.config.state_offload is not None:
         make_room(control, partial(materializer.reserve, specs))
     materializer.take_seed(seed)
     built: list[Unit] = []
@@ -193,7 +203,7 @@ def _build(model: nn.Module, asked: _Asked, engine: Engine, seed: int) -> list[U
     while specs:
         spec = specs.pop()
         built.append(materializer.build(spec, len(built)))
-        asked.adoption.take(spec, built[-1])
+        arguments.adoption.replace_params(spec, built[-1])
         del spec
     materializer.fill_buffers(model)
     if materializer.unwritten is not None:
@@ -230,7 +240,7 @@ def _run_all_layers(model: nn.Module, engine: Engine) -> None:
             note_managed(module)
 
 
-def _tell_other_ranks(
+def _report_to_other_ranks(
     refusal: ConfigError | StorageError, model: object, mesh: DeviceMesh | Axes | None
 ) -> None:
     """Join the other ranks' `agree`; return if all ranks have the same error."""
@@ -293,10 +303,10 @@ def check_is_module(model: object) -> None:
             f"model: expected a torch.nn.Module, got the class {model.__name__}; make one of it: "
             f"{model.__name__}(...)"
         )
-    raise ConfigError(f"model: expected a torch.nn.Module, got {_shown(model)}")
+    raise ConfigError(f"model: expected a torch.nn.Module, got {_shorten_repr(model)}")
 
 
-def _shown(value: object) -> str:
+def _shorten_repr(value: object) -> str:
     text = " ".join(repr(value).split())
     short = text if len(text) <= 60 else f"{text[:57]}..."
     return short if value is None else f"{short}, which is of type {type(value).__name__}"
@@ -323,7 +333,7 @@ def engine_of(model: nn.Module) -> Engine:
 
 def find_engine(model: nn.Module) -> Engine | None:
     """Return the engine of a model, or None if the model is not sharded."""
-    engine: Engine | None = vars(model).get(ATTRIBUTE) or _engine_of_calls(model)
+    engine: Engine | None = vars(model).get(ATTRIBUTE) or _engine_of_fully_shard(model)
     return engine
 
 
@@ -334,7 +344,7 @@ def is_sharded(model: object) -> bool:
     """
     if not isinstance(model, nn.Module):
         return False
-    state = _state_of_calls(model)
+    state = _fully_shard_state(model)
     is_root = state is not None and (state.engine is None or _is_root(state))
     return is_root or ATTRIBUTE in vars(model)
 
@@ -344,8 +354,8 @@ def has_sharded_parts(model: nn.Module) -> bool:
     return any(owner_of(param) is not None for param in model.parameters())
 
 
-class _StateOfCalls(Protocol):
-    """The units of calls of `fully_shard` on a module; the engine is made at the first use."""
+class _FullyShardState(Protocol):
+    """The state of a module given to `fully_shard`; its engine is made at the first use."""
 
     engine: Engine | None
     units: list[Unit]
@@ -353,18 +363,18 @@ class _StateOfCalls(Protocol):
     def lazy_init(self) -> Engine: ...
 
 
-def _state_of_calls(model: nn.Module) -> _StateOfCalls | None:
+def _fully_shard_state(model: nn.Module) -> _FullyShardState | None:
     state: Any = _get_module_state(model)
     return state if hasattr(state, "lazy_init") else None
 
 
-def _is_root(state: _StateOfCalls) -> bool:
+def _is_root(state: _FullyShardState) -> bool:
     return state.lazy_init().units[0] in state.units
 
 
-def _engine_of_calls(model: nn.Module) -> Engine | None:
+def _engine_of_fully_shard(model: nn.Module) -> Engine | None:
     """Return the engine of a `fully_shard` model; make it at the first call."""
-    state = _state_of_calls(model)
+    state = _fully_shard_state(model)
     if state is None:
         return None
     engine = state.lazy_init()

@@ -1,4 +1,4 @@
-"""Gradients in buckets: when a reduction starts, and how many are in flight; imports no torch."""
+"""Buckets of gradients, and the limit of reductions in flight; imports no torch."""
 
 from collections import Counter
 from collections.abc import Callable, Hashable
@@ -6,7 +6,7 @@ from typing import Generic, Protocol, TypeVar
 
 
 class ReducedUnit(Protocol):
-    """The part of a unit that buckets use."""
+    """Interface of `Unit` required by buckets; the planner has another implementation."""
 
     @property
     def full_bytes(self) -> int:
@@ -14,10 +14,10 @@ class ReducedUnit(Protocol):
 
 
 class StartedReduction(Protocol):
-    """The reduction of a bucket of units."""
+    """Interface of `Reduction` required by the queue; the planner has another implementation."""
 
     def start(self) -> None:
-        """Hand the gradients to the transport."""
+        """Start the collective."""
 
     def wait(self) -> None:
         """Wait for the sums."""
@@ -30,9 +30,10 @@ R = TypeVar("R", bound=StartedReduction)
 class ReduceQueue(Generic[U, R]):
     """Buckets of gradients: a full bucket starts its reduction; few reductions are in flight.
 
-    Units with equal ``bucket_of`` share a bucket. ``waits_at_close``: another collective follows a
-    reduction (stage 0, a replicate axis). Then the end of the pass waits for reductions, so reading
-    ``p.grad`` starts no collective. ``reduces_in_flight`` may change.
+    Units with equal ``bucket_of`` share a bucket; ``make`` makes the reduction of its units.
+    ``waits_at_close``: another collective follows a reduction (stage 0, a replicate axis). Then the
+    end of the pass waits for reductions, so reading ``p.grad`` starts no collective.
+    ``reduces_in_flight`` is the limit, and may change.
     """
 
     def __init__(
@@ -50,12 +51,12 @@ class ReduceQueue(Generic[U, R]):
         self._bucket_of = bucket_of
         self._buckets: dict[Hashable, list[U]] = {}
         self._num_bytes = Counter[Hashable]()  # in each bucket
-        self._in_flight: list[R] = []
-        self._waited_for: list[R] = []
+        self._in_flight: list[R] = []  # oldest first
+        self._waited_for: list[R] = []  # ended, and not collected yet
 
     @property
     def all(self) -> list[R]:
-        """The reductions started and not taken yet, oldest first."""
+        """The reductions started and not collected yet, oldest first."""
         return self._waited_for + self._in_flight
 
     def holds(self, unit: U) -> bool:
@@ -96,12 +97,13 @@ class ReduceQueue(Generic[U, R]):
         if self._waits_at_close:
             self._wait()
 
-    def take(self, last: R | None = None) -> list[R]:
+    def collect(self, last: R | None = None) -> list[R]:
         """Wait for the reductions up to ``last``, or for all; remove and return them in order."""
-        num_taken = len(self.all) if last is None else self.all.index(last) + 1
-        self._wait(len(self.all) - max(num_taken, len(self._waited_for)))
-        taken, self._waited_for = self._waited_for[:num_taken], self._waited_for[num_taken:]
-        return taken
+        count = len(self.all) if last is None else self.all.index(last) + 1
+        self._wait(len(self.all) - max(count, len(self._waited_for)))
+        collected = self._waited_for[:count]
+        del self._waited_for[:count]
+        return collected
 
     def forget_buckets(self) -> None:
         """Forget units whose reduction has not started, after a pass that raised."""

@@ -99,10 +99,12 @@ def _warn_of_plain(optimizer: torch.optim.Optimizer, params: Sequence[torch.Tens
 def _names_in_modules(plain: Sequence[torch.Tensor]) -> tuple[list[str], list[str]]:
     """Return names of parameters in the outermost modules that hold them, and buffers beside."""
     roots = _outermost(plain)
-    names, buffers = [], list[str]()
+    names: list[str] = []
+    buffers: list[str] = []
     for param in plain:
-        found = (n for root in roots for n, p in root.named_parameters() if p is param)
-        names.append(f"'{name}'" if (name := next(found, None)) else f"{tuple(param.shape)}")
+        matches = (n for root in roots for n, p in root.named_parameters() if p is param)
+        name = next(matches, None)
+        names.append(f"'{name}'" if name else f"{tuple(param.shape)}")
     for root in roots:
         inside = {id(b) for m in root.modules() if ATTRIBUTE in vars(m) for b in m.buffers()}
         buffers += [
@@ -128,7 +130,7 @@ def _warn_of_schedulers() -> None:
     """Warn of schedulers whose optimizer holds parameters from before `shard()`."""
     if not _stale_schedulers():
         return
-    gc.collect()  # one that is dropped may be in a circle
+    gc.collect()  # a scheduler that the program has dropped may be in a reference cycle
     for scheduler in _stale_schedulers():
         warnings.warn(
             f"{type(scheduler).__name__} changes the rates of a "
@@ -151,5 +153,5 @@ def _stale_schedulers() -> list[LRScheduler]:
 
 
 def _objects(kind: type[T]) -> list[T]:
-    """Return the process's objects of a class; a proxy is asked nothing."""
-    return [each for each in gc.get_objects() if issubclass(type(each), kind)]
+    """Return the process's objects of a class, without calling methods of proxies."""
+    return [value for value in gc.get_objects() if issubclass(type(value), kind)]

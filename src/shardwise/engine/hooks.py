@@ -1,11 +1,11 @@
 """Registration of hooks on modules, also on those that the root wraps; no other file registers any.
 
-Note [Ways past the root]
+Note [Calls that bypass the root]
 Some libraries wrap a model and then call the wrapped module: PEFT's ``generate()`` is that of the
 base model. The hooks of the root unit, which has the parameters that are in no other unit, are on
-the wrapper and would not run. So the modules that the root merely wraps are entrances too. While a
-pass of the model runs, the root has been entered already, and an entrance does nothing. A call
-through the wrapper is therefore handled as without entrances.
+the wrapper and would not run. So a module that the root merely wraps is an *entrance*: its hooks
+run the root's actions. While a pass of the model runs, the root has been entered already, and an
+entrance does nothing. So it changes nothing for a call through the wrapper.
 """
 
 from collections.abc import Callable, Collection
@@ -20,7 +20,7 @@ from shardwise.unit.unit import Unit
 
 
 class HasModule(Protocol):
-    """The part of a unit that hooks use."""
+    """Interface of `Unit` required by hooks."""
 
     @property
     def module(self) -> nn.Module:
@@ -83,12 +83,12 @@ def register_hooks(watcher: Watcher, unit: HasModule) -> tuple[RemovableHandle, 
 
 def forget_hooks(module: nn.Module) -> None:
     """Remove our hooks from a copied module; hooks of other libraries stay."""
-    before, after = module._forward_pre_hooks, module._forward_hooks
-    for hooks in (before, after):
-        ours = [n for n, h in hooks.items() if isinstance(getattr(h, "__self__", None), _Hooks)]
-        for number in ours:
+    pre_hooks = module._forward_pre_hooks
+    for hooks in (pre_hooks, module._forward_hooks):
+        numbers = [n for n, h in hooks.items() if isinstance(getattr(h, "__self__", None), _Hooks)]
+        for number in numbers:
             del hooks[number]
-            if hooks is before:
+            if hooks is pre_hooks:
                 module._forward_pre_hooks_with_kwargs.pop(number, None)
             else:
                 module._forward_hooks_with_kwargs.pop(number, None)
@@ -123,7 +123,7 @@ def _numbers_of(module: nn.Module, check: Callable[..., None]) -> list[int]:
 
 
 class Entrance:
-    """One module that the root merely wraps. See Note [Ways past the root]."""
+    """One module that the root merely wraps. See Note [Calls that bypass the root]."""
 
     def __init__(self, engine: Engine, watcher: Watcher, root: object, module: nn.Module) -> None:
         self.module = module
@@ -157,20 +157,20 @@ def register_wrappers(
     ``watcher`` and ``root`` replace the engine and the root unit as receiver and argument of calls.
     """
     first = units[0]
-    found = wrapped_by(first.module, {id(module) for u in units for module in u.modules})
-    for module in found:
+    wrapped = wrapped_by(first.module, {id(module) for u in units for module in u.modules})
+    for module in wrapped:
         entrance = Entrance(engine, watcher or engine, first if root is None else root, module)
         register_hooks(entrance, entrance)
-    return found
+    return wrapped
 
 
 def wrapped_by(module: nn.Module, others: Collection[int]) -> list[nn.Module]:
     """Return the chain of only children with parameters, down to one of ``others`` (ids)."""
-    found: list[nn.Module] = []
+    chain: list[nn.Module] = []
     while not any(p is not None for p in module._parameters.values()):
         inner = [child for child in module.children() if any(True for _ in child.parameters())]
         if len(inner) != 1 or id(inner[0]) in others:
             break
         module = inner[0]
-        found.append(module)
-    return found
+        chain.append(module)
+    return chain

@@ -35,7 +35,7 @@ def refuse_transform(allows: Callable[[Any], bool], frees: bool, where_full: str
     if not allows(transform.key()):
         raise StateError(
             f"torch.func transform ({transform.key().name}) of a sharded model: its parameters "
-            f"come and go during the call; use it {where_full}"
+            f"are gathered and freed during the call; use it {where_full}"
         )
     if frees:
         raise StateError(
@@ -45,14 +45,14 @@ def refuse_transform(allows: Callable[[Any], bool], frees: bool, where_full: str
         )
 
 
-def refuse_strangers(unit: str, module: nn.Module) -> None:
+def refuse_foreign_params(unit: str, module: nn.Module) -> None:
     """Raise StateError for trainable parameters below a unit's module that no unit owns."""
     for name, param in module.named_parameters():
         if param.requires_grad and not isinstance(param, ShardTensor):
             where = f"{unit}.{name}" if unit else name
             raise StateError(
                 f"parameter '{where}' was added or replaced after shard(), so its gradient "
-                "would stay this rank's own; change the model before shard()"
+                "would not be reduced over the ranks; change the model before shard()"
             )
 
 

@@ -1,4 +1,4 @@
-"""Attach an engine to the modules of a model, and compare what ranks load into it."""
+"""Attachment of an engine to a model's modules; comparison of the state that ranks load."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -32,7 +32,7 @@ def attach_engine(model: nn.Module, engine: Engine, units: list[Unit]) -> None:
             note_managed(module)  # each rank then generates until all ranks have ended
     attach_surface(model, engine, units)
     register_load_check(model, compare_load)
-    for unit in reversed(units):  # of several units of one module the first is entered first
+    for unit in reversed(units):  # hooks are prepended: of one module's units the first runs first
         register_hooks(engine, unit)
 
 
@@ -57,7 +57,7 @@ def compare_load(
     is_gathered = isinstance(engine, Engine) and engine.suspended
     if comm.axes.num_ranks == 1 or is_gathered:
         return
-    apart = {
+    rank_specific = {
         id(param.sharded)
         for unit in units
         for param in unit.params
@@ -66,10 +66,11 @@ def compare_load(
     facts = []
     for name, param in module.named_parameters(remove_duplicate=False):
         value = state_dict.get(prefix + name)
-        told = "of this rank's own" if id(param) in apart else _describe_value(value)
-        facts.append(f"'{prefix}{name}' {told}")
-    what = "load_state_dict()"
-    agree(comm.control, facts, what, "Load the same file on every rank; nothing was changed")
+        is_specific = id(param) in rank_specific
+        fact = "of this rank's own" if is_specific else _describe_value(value)
+        facts.append(f"'{prefix}{name}' {fact}")
+    remedy = "Load the same file on every rank; nothing was changed"
+    agree(comm.control, facts, "load_state_dict()", remedy)
 
 
 def _units_of(module: nn.Module) -> list[Unit]:
@@ -78,7 +79,8 @@ def _units_of(module: nn.Module) -> list[Unit]:
     units = {id(unit): unit for state in states if state is not None for unit in state.units}
     if not units:
         owners = (owner_of(param) for param in module.parameters())
-        units = {id(o.unit): o.unit for o in owners if isinstance(o, ShardedParam)}
+        params = [owner for owner in owners if isinstance(owner, ShardedParam)]
+        units = {id(param.unit): param.unit for param in params}
     return list(units.values())
 
 

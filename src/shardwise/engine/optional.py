@@ -35,11 +35,14 @@ class OptionalUnits:
     def __init__(self, units: Sequence[Unit], schedule: Schedule[Unit], passes: Passes) -> None:
         self._schedule = schedule
         self._passes = passes
-        self._any = any(u.settings.optional and u.settings.stage.frees_after_forward for u in units)
+        self._has_optional = any(
+            u.settings.optional and u.settings.stage.frees_after_forward for u in units
+        )
+        # By unit: the units directly inside it, in registration order.
         self._inside: dict[int, list[Unit]] = {unit.index: [] for unit in units}
         self._visited: set[int] = set()  # the optional units and those inside them
         self._unrecorded: list[weakref.ref[Call]] = []  # under no_grad, oldest first
-        for place, unit in enumerate(units if self._any else ()):
+        for place, unit in enumerate(units if self._has_optional else ()):
             # Units are in module order, and those of one module are nested, so the innermost is the
             # last one before it. A module used in several places is visited in the first.
             around = [u for u in units[:place] if passes.contains(u, unit)]
@@ -49,18 +52,17 @@ class OptionalUnits:
                 self._visited.add(unit.index)
 
     def note_parent(self, call: Call) -> None:
-        """Note the call in which the innermost one runs, if units in it may be skipped."""
+        """Record the call in which the innermost one runs, if units in it may be skipped."""
         parent = self._passes.stack[-2] if len(self._passes.stack) > 1 else None
-        if self._any and parent is not None and parent.is_recorded:
+        if self._has_optional and parent is not None and parent.is_recorded:
             call.parent = weakref.ref(parent)
             call.is_visited = call.unit.index in self._visited
             parent.inside.append(call)
 
     def note_unrecorded(self, call: Call) -> None:
-        """Note a call under no_grad, the innermost one, if backward visits its unit."""
+        """Record the innermost call, which runs under no_grad, if backward visits its unit."""
         parent = self._passes.stack[-2] if len(self._passes.stack) > 1 else None
-        visits = parent is not None and parent.is_recorded and call.unit.index in self._visited
-        if visits:
+        if parent is not None and parent.is_recorded and call.unit.index in self._visited:
             self._passes.record(call)
             self.note_parent(call)
             self._unrecorded = [ref for ref in self._unrecorded if ref() is not None]
@@ -77,24 +79,25 @@ class OptionalUnits:
                 assert earlier.parent is not None
                 self._passes.close_unhooked(earlier)
                 self.visit_backward(earlier.parent(), earlier)
-                _pass_over(earlier)
+                _mark_passed(earlier)
                 return
 
     def visit_forward(self, unit: Unit | None) -> None:
         """Visit the units that the innermost call skips before ``unit``, or to its end (None)."""
-        if self._any and self._passes.stack:
+        if self._has_optional and self._passes.stack:
             for skipped in self._skipped(self._passes.stack[-1], unit):
                 self._visit(skipped)
 
     def _skipped(self, call: Call, unit: Unit | None) -> Iterator[Unit]:
         inside = self._inside[call.unit.index]
-        at = len(inside)
+        end = len(inside)
         if unit is not None:
             if unit not in inside[call.num_passed :]:
                 return
-            at = inside.index(unit)
-        begin, call.num_passed = call.num_passed, at + 1
-        yield from (u for u in inside[begin:at] if u.settings.optional)
+            end = inside.index(unit)
+        begin = call.num_passed
+        call.num_passed = end + 1
+        yield from (u for u in inside[begin:end] if u.settings.optional)
 
     def _visit(self, unit: Unit) -> None:
         parent = self._passes.stack[-1]
@@ -121,28 +124,28 @@ class OptionalUnits:
 
         Visit those after ``call`` if given.
         """
-        if not self._any or parent is None:
+        if not self._has_optional or parent is None:
             return
         begin = parent.inside.index(call) + 1 if call in parent.inside else 0
         for skipped in reversed(parent.inside[begin:]):
             if skipped.is_visited and not skipped.has_begun:
                 calls = list(_of_one_module(skipped))
-                for each in calls:
-                    self._passes.begin_call(each)
-                    self._schedule.before_backward(each.unit)
-                for each in reversed(calls):
-                    self.visit_backward(each)
-                    self._passes.end_call(each)
+                for inner in calls:
+                    self._passes.begin_call(inner)
+                    self._schedule.before_backward(inner.unit)
+                for inner in reversed(calls):
+                    self.visit_backward(inner)
+                    self._passes.end_call(inner)
 
     def after_backward(self, call: Call) -> None:
         """Visit the units skipped inside a call; end the calls of the same module inside it."""
         self.visit_backward(call)
-        for inner in list(_of_one_module(call))[:0:-1] if self._any else ():
+        for inner in list(_of_one_module(call))[:0:-1] if self._has_optional else ():
             self._passes.end_call(inner)
 
     def end_backward(self, units: Sequence[Unit]) -> None:
         """Visit the skipped units of calls whose backward has begun and not ended."""
-        for unit in units if self._any else ():
+        for unit in units if self._has_optional else ():
             for call in self._passes.begun_calls(unit):
                 self.visit_backward(call)
 
@@ -155,9 +158,9 @@ def _of_one_module(call: Call) -> Iterator[Call]:
             yield from _of_one_module(inner)
 
 
-def _pass_over(call: Call) -> None:
+def _mark_passed(call: Call) -> None:
     """Mark a call and those inside it as passed, because its unit is recomputed."""
     call.enter(CallState.PASSED)
     for inner in call.inside:
         if not inner.has_begun:
-            _pass_over(inner)
+            _mark_passed(inner)

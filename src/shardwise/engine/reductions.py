@@ -20,18 +20,17 @@ class Reduction:
         self.units = list(units)
         self._names = [unit.name for unit in units]
         self._tracer = units[0].comm.tracer
-        # If a parameter asks its unit, ``p.grad`` is set at the read: a pass that raises must leave
-        # the old one. A plain attribute, and hooks that step in backward, need it at once.
-        self.finishes_reduction_on_read = any(
-            p.form.finishes_reduction_on_read for u in units for p in u.params
-        )
-        self.is_dropped = False  # the result is discarded
-        self._running: RunningSum | None = None
-        self._first: list[ShardedParam] = []  # got their first gradient from it
+        # A ShardTensor finishes the reduction when its ``p.grad`` is read, so that a pass that
+        # raises leaves the old gradient. A DTensor, and hooks that step in backward, cannot: their
+        # ``p.grad`` is set as soon as the sum is there.
+        self.finishes_reduction_on_read = any(p.form.finishes_reduction_on_read for u in units for p in u.params)
+        self.is_dropped = False  # True if the result is to be discarded
+        self._running: RunningSum | None = None  # None before the start and after the end
+        self._first: list[ShardedParam] = []  # parameters that had no ``p.grad`` before
 
     @torch.no_grad()
     def start(self) -> None:
-        """Hand the gradients to the transport. **State** PARTIAL -> REDUCING."""
+        """Start the reduce-scatter. **State** PARTIAL -> REDUCING."""
         with self._tracer.span("reduce", *self._names):
             for unit in self.units:
                 unit.grads.begin_reducing()
@@ -40,7 +39,7 @@ class Reduction:
                 unit.grads.has_local_sum = False
 
     def wait(self) -> None:
-        """Wait for the sums; set ``p.grad`` at once unless parameters ask for it."""
+        """Wait for the sums; set ``p.grad`` unless a read of it does."""
         if self._running is None:
             return
         with self._tracer.span("wait_reduce", *self._names):
@@ -128,7 +127,7 @@ class Reductions:
     @property
     def nbytes(self) -> int:
         """Bytes of the means that are not in ``p.grad`` yet."""
-        return sum(r.nbytes for r in self._queue.all)
+        return sum(reduction.nbytes for reduction in self._queue.all)
 
     @property
     def held(self) -> list[BuffersInFlight]:
@@ -159,7 +158,7 @@ class Reductions:
         """Start the remaining reductions at the end of a backward pass."""
         self._queue.close()
         if not any(reduction.finishes_reduction_on_read for reduction in self._queue.all):
-            self._queue.take()
+            self._queue.collect()
 
     def finish(self, unit: Unit | None = None) -> None:
         """Complete reductions, up to one unit's or all, and set ``p.grad``."""
@@ -168,7 +167,7 @@ class Reductions:
             last = next((r for r in reversed(self._queue.all) if unit in r.units), None)
             if last is None:
                 return
-        for reduction in self._queue.take(last):
+        for reduction in self._queue.collect(last):
             reduction.finish()
 
     def drop(self) -> None:
@@ -176,5 +175,5 @@ class Reductions:
         self._queue.forget_buckets()
         for reduction in self._queue.all:
             reduction.is_dropped = True
-        for reduction in self._queue.take():
+        for reduction in self._queue.collect():
             reduction.drop()

@@ -1,4 +1,4 @@
-"""Parameters of version 0.1, which answer until version 0.4 with a warning."""
+"""Parameters of version 0.1, which are accepted until version 0.4 with a warning."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -13,8 +13,8 @@ from shardwise.config import Schedule, Units
 from shardwise.errors import ConfigError
 from shardwise.spelling import did_you_mean
 
-_GOES = "the old name goes with version 0.4"
-# The setting that has each now, and its class.
+_REMOVAL = "the old name goes with version 0.4"
+# For each old parameter, the setting that holds it today, and its class.
 _SETTINGS: dict[str, tuple[str, type[Schedule | Units]]] = {
     **dict.fromkeys(("prefetch_bytes", "bucket_bytes", "reduce_every"), ("schedule", Schedule)),
     **dict.fromkeys(("optional", "experts", "placements", "init"), ("units", Units)),
@@ -22,7 +22,7 @@ _SETTINGS: dict[str, tuple[str, type[Schedule | Units]]] = {
 _AXES = ("replicate_axis", "shard_axis")
 
 
-def take_renamed(settings: dict[str, Any], old: Mapping[str, Any], caller: str) -> None:
+def move_renamed(settings: dict[str, Any], old: Mapping[str, Any], caller: str) -> None:
     """Move old parameters to their new places in ``settings``, with a warning of each.
 
     ``settings`` has ``mesh``, ``units`` and ``schedule``.
@@ -52,7 +52,7 @@ def take_renamed(settings: dict[str, Any], old: Mapping[str, Any], caller: str) 
 
 
 def _warn_of_setting(caller: str, old: str, new: str) -> None:
-    warnings.warn(f"{caller}({old}=) is now {new}; {_GOES}", FutureWarning, stacklevel=4)
+    warnings.warn(f"{caller}({old}=) is now {new}; {_REMOVAL}", FutureWarning, stacklevel=4)
 
 
 def _slice(mesh: DeviceMesh | Axes | None, axes: Sequence[tuple[str, str]]) -> DeviceMesh:

@@ -18,7 +18,7 @@ from shardwise.comm.pending import CollectiveId
 from shardwise.config import ShardConfig
 from shardwise.engine.backward import SHARD_RULES, Backward, EngineRules, log_event
 from shardwise.engine.misuse import (
-    refuse_strangers,
+    refuse_foreign_params,
     refuse_transform,
     written_in_forward,
     written_while_full,
@@ -247,7 +247,7 @@ class Engine:
         if is_power_of_two(self._num_calls):  # a walk over all parameters costs a millisecond
             shows_full = any(held.slots.is_pinned or held.shows_full for held in self.units)
             if self.rules.owns_all and not shows_full:
-                refuse_strangers(unit.name, unit.module)
+                refuse_foreign_params(unit.name, unit.module)
 
     def _allows_transform(self, kind: object) -> bool:
         """Tell whether a forward pass may run inside this torch.func transform."""

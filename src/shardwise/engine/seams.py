@@ -1,7 +1,7 @@
 """Loading of optional packages: offloaded state, special optimizer steps, methods of modules.
 
-The core does not import these packages. A function here imports one if a model needs it; only
-`codes` is imported where it is used, in `unit.storage` and `comm.collectives`.
+The core does not import these packages. A function of this file imports one if a model needs it.
+Only `codes` is imported where it is used, in `unit.storage` and `comm.collectives`.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -53,12 +53,15 @@ def activations_of(
     if offload is None or offload.activations == "device":
         return None
     kind = import_module("shardwise.offload.activations").Activations
-    made: Activations = kind(comm.device, comm.time, comm.tracer, full)
-    return made
+    activations: Activations = kind(comm.device, comm.time, comm.tracer, full)
+    return activations
 
 
 def attach_steppers(units: Iterable[Unit]) -> None:
-    """Load the steps as plain tensors, of offloaded units, and of matrices that have an owner."""
+    """Load the optimizer steps that the units need.
+
+    These are the step on plain tensors, that of offloaded units, and that of matrices of one owner.
+    """
     units = list(units)
     if _has_room("shardwise.step"):  # without it, operations on shards make the same steps
         import_module("shardwise.step.local_step").step_as_plain_tensors()

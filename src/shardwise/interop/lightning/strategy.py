@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardwise.config import Precision, Schedule, ShardConfig, Units, resolve_config
 from shardwise.engine.api import engine_of, is_sharded, shard
-from shardwise.engine.renamed import take_renamed
+from shardwise.engine.renamed import move_renamed
 from shardwise.engine.runtime import Engine
 from shardwise.errors import ConfigError
 from shardwise.interop.fsdp2.api import fully_shard
@@ -99,7 +99,7 @@ class ShardwiseStrategy(_DDPStrategy):
         old = {name: options.pop(name) for name in _RENAMED if name in options}
         if old:
             moved = {"units": options.get("units"), "schedule": options.get("schedule")}
-            take_renamed(moved, old, "ShardwiseStrategy")
+            move_renamed(moved, old, "ShardwiseStrategy")
             options |= {name: value for name, value in moved.items() if value is not None}
         self._options = options
         self._mesh = mesh

@@ -31,7 +31,7 @@ from shardwise.config import PrecisionLike, Schedule, Units, UnitsLike
 from shardwise.convert.huggingface import open_huggingface, open_weight_files
 from shardwise.engine.api import engine_of, is_sharded, shard
 from shardwise.engine.model import noted_state
-from shardwise.engine.renamed import take_renamed
+from shardwise.engine.renamed import move_renamed
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.interop.transformers.saving import prepare
 from shardwise.interop.transformers.weights import (
@@ -98,7 +98,7 @@ def from_pretrained(
         "schedule": schedule,
     }
     old = {name: options.pop(name) for name in _RENAMED if name in options}
-    take_renamed(settings, old, "from_pretrained")
+    move_renamed(settings, old, "from_pretrained")
     options.setdefault("local_files_only", True)
     own = _class_of(path, model_class, options)
     body = {  # see Note [The plain loader, but for the weights]

@@ -296,7 +296,7 @@ class ReductionsDouble:
     def finish(self) -> None:
         """Complete every reduction and book the means as ``p.grad``, or add them to it."""
         recorder, added = self._context.recorder, 0
-        reductions = self._queue.take()
+        reductions = self._queue.collect()
         before = recorder.enter("reduce")
         for reduction in reductions:
             reduction.finish()
