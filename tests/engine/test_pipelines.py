@@ -144,7 +144,7 @@ def test_what_is_no_one_parameter_is_not_tied_and_copies_that_part_are_found(ran
     refused(Ends(ends[place]), {"c": "a"}, "no stage has a parameter 'c'")
     refused(Ends(ends[place]), {}, "names={}: expected")
     both_ways = {"a": "b", "b": "a"}
-    refused(Ends(ends[place]), both_ways, r"names: \['a', 'b'\] stand on both sides")
+    refused(Ends(ends[place]), both_ways, r"names: \['a', 'b'\] are on both sides")
     others = {"b": "a"} if rank else {"a": "b"}
     refused(Ends(ends[place]), others, r"names: rank \d asked for")
     other_shape = Ends(ends[place], (WORDS, WIDTH + place))

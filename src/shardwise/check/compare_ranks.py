@@ -23,7 +23,7 @@ from shardwise.comm.collectives import Comm
 from shardwise.comm.control import Control, exchange_any
 from shardwise.engine.agreement import find_difference
 from shardwise.errors import ReplicaError
-from shardwise.parallel.parts import Joined, Model, Optimizer, Parts
+from shardwise.parallel.parts import Model, Optimizer, Parts, StageOptimizers
 from shardwise.tensor.inner import plain_parts
 from shardwise.unit.states import ParamState
 from shardwise.unit.storage import Storage
@@ -81,7 +81,7 @@ def _mesh_errors(engine: Parts, optimizer: Joined | None) -> Iterator[str]:
             yield str(error)
 
 
-def _check_uncut(engine: Parts, optimizer: Joined | None) -> None:
+def _check_uncut(engine: Parts, optimizer: StageOptimizers | None) -> None:
     """Check tensors that tensor parallelism does not cut, over ranks with one place in the mesh."""
     control, stages = engine.all_ranks, engine.comm.axes.stages
     place = engine.comm.control.rank.to_bytes(4) + (stages.rank if stages else 0).to_bytes(4)
@@ -122,7 +122,7 @@ def _uncut_entries(engine: Parts, optimizer: Joined | None) -> Iterator[_CopiedT
                     yield _CopiedTensor(f"parameter '{param.name}', {key}", True, _digest(value))
 
 
-def _check_tied(engine: Parts, optimizer: Joined | None) -> None:
+def _check_tied(engine: Parts, optimizer: StageOptimizers | None) -> None:
     """Check a tied parameter's copies on several stages, between ranks with the same slice."""
     control, stages = engine.all_ranks, engine.comm.axes.stages
     assert stages is not None
@@ -148,7 +148,7 @@ def _check_tied(engine: Parts, optimizer: Joined | None) -> None:
         raise _corrupted(list(differences))
 
 
-def _check_over(comm: Comm, engine: Parts, optimizer: Joined | None) -> None:
+def _check_over(comm: Comm, engine: Parts, optimizer: StageOptimizers | None) -> None:
     """Check the units of one mesh."""
     control = comm.control
     if control.num_ranks == 1:

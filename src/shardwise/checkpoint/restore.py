@@ -37,7 +37,7 @@ from shardwise.optim.adamw import AdamW, Moment
 from shardwise.optim.kinds import ARGUMENTS
 from shardwise.optim.moments import MOMENTS, kind_of
 from shardwise.parallel.local_steps import LocalSteps
-from shardwise.parallel.parts import Joined, Model, modules_of
+from shardwise.parallel.parts import Model, StageOptimizers, modules_of
 from shardwise.tensor.cut import Cut
 from shardwise.tensor.inner import cut_by_rows, has_own_gather, inner_of, plain_parts
 from shardwise.tensor.plain_state import PLAIN_SCALARS
@@ -191,7 +191,7 @@ class Restore:
         source: Checkpoint,
         model: Model,
         places: Sequence[Place],
-        optimizer: Joined | None,
+        optimizer: StageOptimizers | None,
         strict: bool,
         cast: bool,
         elsewhere: Collection[str],
@@ -271,7 +271,7 @@ class Restore:
 
     # -- the optimizer
 
-    def _match_groups(self, optimizer: Joined, places: Sequence[Place]) -> None:
+    def _match_groups(self, optimizer: StageOptimizers, places: Sequence[Place]) -> None:
         """Take the saved settings of each of the optimizer's groups."""
         source, info = self._source, self._source.optimizer
         if info is None or info.class_name not in ("", optimizer.name):
@@ -303,7 +303,7 @@ class Restore:
             except ConfigError as error:
                 self._refuse(str(error))
 
-    def _make_states(self, optimizer: Joined) -> None:
+    def _make_states(self, optimizer: StageOptimizers) -> None:
         """Make each parameter's new state. Memory that the optimizer already has is reused.
 
         **Cost** the state's bytes of this rank, where it does not exist yet.

@@ -70,7 +70,7 @@ from shardwise.checkpoint.write import NONCE_BYTES, Progress, Written, write_che
 from shardwise.comm.control import Control, SoloControl, exchange_any, naming
 from shardwise.engine.status import Origin
 from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint, StateError
-from shardwise.parallel.parts import Joined, Model, Optimizer, Parts, modules_of
+from shardwise.parallel.parts import Model, Optimizer, Parts, StageOptimizers, modules_of
 from shardwise.trace import Tracer
 
 NOTHING: Mapping[str, object] = {}
@@ -498,7 +498,7 @@ class Load:
         if self._engine is not None and self._engine.suspended:
             raise StateError("load() inside gathered(): leave that context first")
         values = checkpoint.values_of(checkpoint.rank)
-        optimizer = None if self._optimizer is None else Joined(self._optimizer)
+        optimizer = None if self._optimizer is None else StageOptimizers(self._optimizer)
         saved = SavedReplicas.take(values["modules"], where)
         steps, prefix, places = local_steps_of(self._engine), "", self._places
         if saved is not None:

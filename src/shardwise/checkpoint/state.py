@@ -39,7 +39,7 @@ from shardwise.checkpoint.values import encode
 from shardwise.comm.collectives import Comm
 from shardwise.errors import CheckpointError, ConfigError, StateError
 from shardwise.layout.boxes import Region, full_region
-from shardwise.parallel.parts import Joined, Model, Optimizer, Parts, named_modules_of
+from shardwise.parallel.parts import Model, Optimizer, Parts, StageOptimizers, named_modules_of
 from shardwise.tensor.cut import Cut
 from shardwise.tensor.inner import Inner, cut_by_rows, inner_of, plain_parts
 from shardwise.tensor.plain_state import cut_plain_state
@@ -138,7 +138,9 @@ def collect(
     found = _Tensors(engine)
     for param in params:
         found.add(param, param.sharded._local_tensor)
-    row = None if optimizer is None else _collect_optimizer(Joined(optimizer), params, found)
+    row = (
+        None if optimizer is None else _collect_optimizer(StageOptimizers(optimizer), params, found)
+    )
     for param, key, data in outer_tensors(engine):
         found.add_outer(param, data, key)
     for name, buffer in persistent_buffers(model):
@@ -176,7 +178,9 @@ def collect(
 _T = TypeVar("_T")
 
 
-def names_of_params(known: Sequence[tuple[object, _T]], optimizer: Joined) -> list[list[_T]]:
+def names_of_params(
+    known: Sequence[tuple[object, _T]], optimizer: StageOptimizers
+) -> list[list[_T]]:
     """Return the value of each parameter of each of the optimizer's groups.
 
     ``known`` are pairs of a parameter, as the optimizer holds it, and its value.
@@ -362,7 +366,7 @@ def local_piece(tensor: torch.Tensor, name: str) -> tuple[torch.Tensor, Region]:
 
 
 def _collect_optimizer(
-    optimizer: Joined, params: list[ShardedParam], tensors: _Tensors
+    optimizer: StageOptimizers, params: list[ShardedParam], tensors: _Tensors
 ) -> OptimizerRow:
     """Add the optimizer's tensors; return what else it has."""
     by_group = names_of_params([(param.sharded, param) for param in params], optimizer)

@@ -1,8 +1,9 @@
 """The mean of a flat tensor over an axis, encoded in both directions.
 
 Each rank encodes its addend once and sends every other rank the bytes of that rank's share. The
-share's mean is encoded once more and sent to all. Every rank decodes the same bytes, its own
-included, so all have the same bits. Note [Encoded once] in `codes.reduce` has the first half.
+share's mean is encoded once more and sent to all. Every rank decodes the same bytes, also those
+that it has sent, so all have the same bits. Note [Encoded once] in `codes.reduce` has the first
+half.
 """
 
 import torch
@@ -23,7 +24,8 @@ def coded_mean(
 
     **Cost** sends 2 x (ranks - 1) x the bytes of a share, which is padded to whole blocks.
     """
-    share, num_ranks = share_numel(values.numel(), axis.size, coding.block), axis.size
+    num_ranks = axis.size
+    share = share_numel(values.numel(), num_ranks, coding.block)
     addend = values.new_zeros(share * num_ranks)
     addend[: values.numel()].copy_(values)
     mean = values.new_empty(share)
@@ -33,7 +35,8 @@ def coded_mean(
     size = num_blocks * (coding.code_bytes(coding.block) + SCALE_BYTES)
     sent = torch.empty(size * num_ranks, dtype=torch.uint8, device=values.device)
     mine = sent[axis.rank * size :][:size]
-    encode(mean.view(num_blocks, -1), *_split(mine, num_blocks), coding.format)
+    codes, scales = _split(mine, num_blocks)
+    encode(mean.view(num_blocks, -1), codes, scales, coding.format)
     gathered = GatherItem(even_segment(sent.numel(), num_ranks), mine, sent, True)
     comm.start_all_gather([gathered], axis, collective).wait()
     for rank in range(num_ranks):
@@ -44,6 +47,6 @@ def coded_mean(
 
 
 def _split(box: torch.Tensor, num_blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the scales and the codes that lie in a message; scales are first, so aligned."""
+    """Return views of a message's codes and scales; the scales come first, so are aligned."""
     scales, codes = box.split([num_blocks * SCALE_BYTES, box.numel() - num_blocks * SCALE_BYTES])
     return codes.view(num_blocks, -1), scales.view(torch.float32).view(num_blocks, 1)

@@ -46,14 +46,14 @@ from shardwise.precisions import Coding
 from shardwise.trace import Traffic
 
 _LEVELS = {"int8": 127.0, "fp8": 448.0, "int4": 7.0}
-_LESS = 1 - 2.0**-22
-_SMALLEST = 2.0**-126
-_HALVES = 2.0**8
+_LESS = 1 - 2.0**-22  # keeps the largest finite value finite; see Note [Codes and scales]
+_SMALLEST = 2.0**-126  # the smallest normal float32
+_HALVES = 2.0**8  # the factor of `_as_halves`
 
 
 @dataclass(frozen=True)
 class _Addend:
-    """A slice of a part, where its mean will be, and its dtype if it travels as numbers."""
+    """A slice of a part, the place of its mean, and its dtype if it is sent unencoded."""
 
     values: torch.Tensor
     out: torch.Tensor
@@ -79,25 +79,26 @@ def start_reduce_scatter(
     messages = list[tuple[list[_Addend], CodedMessage]]()
     for rank in range(axis.size):
         addends = list(_addends(items, rank))
-        messages.append((addends, message_of([each.place for each in addends])))
+        messages.append((addends, message_of([addend.place for addend in addends])))
     mine, expected = messages[axis.rank]
     device = next((item.out.device for item in items), torch.device("cpu"))
     sizes = [message.num_bytes for _, message in messages]
     counts = [expected.num_bytes] * axis.size
-    sizes[axis.rank] = counts[axis.rank] = 0  # its own bytes stay here
+    sizes[axis.rank] = counts[axis.rank] = 0  # nothing is sent to itself
     sent = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
     boxes = list(sent.split(sizes))
-    own = boxes[axis.rank] = sent.new_empty(expected.num_bytes)
+    local_box = sent.new_empty(expected.num_bytes)
+    boxes[axis.rank] = local_box
     for box, (addends, message) in zip(boxes, messages, strict=True):
         for run in message.runs:
             _pack(run, addends[run.number], box)
     received = sent.new_empty(sum(counts))
-    arriving = list(received.split(counts))
-    arriving[axis.rank] = own
+    received_boxes = list(received.split(counts))
+    received_boxes[axis.rank] = local_box
 
     def finish() -> None:
         for run in expected.runs:
-            _sum(run, mine[run.number], arriving, divisor)
+            _sum(run, mine[run.number], received_boxes, divisor)
 
     return exchange(
         (received, counts), (sent, sizes), axis, collective, traffic, finish, (items, boxes)
@@ -105,7 +106,7 @@ def start_reduce_scatter(
 
 
 def _addends(items: Sequence[ReduceItem], rank: int) -> Iterator[_Addend]:
-    """Yield what ``rank`` is sent of each part; ``out`` is meaningful for the caller's own."""
+    """Yield the slices of each part that ``rank`` sums; ``out`` counts only on that rank."""
     for item in items:
         begin, _ = item.segment.bounds(rank)
         codings = item.codings or (None,) * len(item.parts)
@@ -151,11 +152,11 @@ def _sum(run: BlockRun, addend: _Addend, boxes: Sequence[torch.Tensor], divisor:
 
 
 def _parts(run: BlockRun, device: torch.device) -> Iterator[tuple[int, int]]:
-    """Yield (first, number) of the blocks that are worked on at a time."""
+    """Yield (first, number) of the blocks that are encoded or decoded at a time."""
     at_a_time = CPU_CHUNK_NUMEL if device.type == "cpu" else DEVICE_CHUNK_NUMEL
-    most = max(at_a_time // run.width, 1)
-    for begin in range(0, run.num, most):
-        yield begin, min(most, run.num - begin)
+    max_blocks = max(at_a_time // run.width, 1)
+    for begin in range(0, run.num, max_blocks):
+        yield begin, min(max_blocks, run.num - begin)
 
 
 def _blocks(run: BlockRun, values: torch.Tensor, begin: int, num: int) -> torch.Tensor:
@@ -194,10 +195,11 @@ def encode(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, kind
     elif kind == "int8":
         codes.view(torch.int8).copy_(quotients.round_())
     else:
-        half, rest = codes.shape[-1], values.shape[-1] - codes.shape[-1]
+        half = codes.shape[-1]
+        remainder = values.shape[-1] - half
         quotients.round_().add_(8)
         codes.copy_(quotients[:, :half])
-        codes[:, :rest].add_(quotients[:, half:].mul_(16).to(torch.uint8))
+        codes[:, :remainder].add_(quotients[:, half:].mul_(16).to(torch.uint8))
 
 
 def decode(
@@ -207,13 +209,13 @@ def decode(
     kind: str,
     scratch: torch.Tensor | None = None,
 ) -> None:
-    """Write what blocks stand for into ``out``.
+    """Decode blocks into ``out``.
 
     **Shapes** ``out`` [..., n, width], ``codes`` [..., n, bytes of a block] uint8, ``scales``
     [..., n, 1]; ``scratch`` float32, flat, as long as ``out``.
 
-    **Cost** with ``scratch`` it is cast once, in the end; without, ``out`` is written twice. The
-    bits are the same: every code is a number of every floating-point dtype.
+    **Cost** with ``scratch`` values are cast once, at the end; without, ``out`` is written twice.
+    The bits are the same: every floating-point dtype has every code as a number.
     """
     values = out if scratch is None else scratch[: out.numel()].view(out.shape)
     if kind == "fp8" and codes.device.type == "cpu":
@@ -224,9 +226,10 @@ def decode(
     elif kind == "int8":
         values.copy_(codes.view(torch.int8))
     else:
-        half, rest = codes.shape[-1], out.shape[-1] - codes.shape[-1]
+        half = codes.shape[-1]
+        remainder = out.shape[-1] - half
         values[..., :half].copy_(codes & 15)
-        values[..., half:].copy_(codes[..., :rest] >> 4)
+        values[..., half:].copy_(codes[..., :remainder] >> 4)
         values.sub_(8)
     values.mul_(scales)
     if values is not out:
@@ -240,4 +243,4 @@ def _as_halves(codes: torch.Tensor) -> torch.Tensor:
     The code of NaN becomes a number, but only blocks whose scale is NaN have it.
     """
     bits = codes.view(torch.int8).to(torch.int16).bitwise_left_shift_(7)
-    return bits.bitwise_and_(~(1 << 14)).view(torch.float16)  # there the sign was, too
+    return bits.bitwise_and_(~(1 << 14)).view(torch.float16)  # clear the copy of the sign

@@ -28,31 +28,31 @@ Optimizer = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 def modules_of(model: Model) -> tuple[nn.Module, ...]:
     """Return the stages of a model as a tuple. **Raises** ConfigError for an empty list."""
-    found = tuple(model) if isinstance(model, list | tuple) else (model,)
-    if not found:
+    stages = tuple(model) if isinstance(model, list | tuple) else (model,)
+    if not stages:
         raise ConfigError(
             "model: expected a module, or a list of a rank's stages, got an empty one"
         )
-    return found
+    return stages
 
 
 def named_modules_of(model: Model) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules of all stages, with their names in the whole model."""
-    for each in modules_of(model):
-        yield from each.named_modules()
+    for stage in modules_of(model):
+        yield from stage.named_modules()
 
 
 class Parts:
     """The engines of one rank's stages (usually one engine). Calls go to every engine."""
 
     def __init__(self, model: Model) -> None:
-        self.engines: list[Engine] = [engine_of(each) for each in modules_of(model)]
+        self.engines: list[Engine] = [engine_of(stage) for stage in modules_of(model)]
         axes = self.comm.axes
         for engine in self.engines[1:]:
             if engine.comm.axes.mesh != axes.mesh or engine.config.stage != self.first.config.stage:
                 raise ConfigError(
-                    "model: the stages of a rank are sharded alike, over one mesh at one stage of "
-                    f"ZeRO; here {self.first.config.stage.number} on {axes.mesh} and "
+                    "model: the stages of a rank must be sharded over one mesh at one stage of "
+                    f"ZeRO; got {self.first.config.stage.number} on {axes.mesh} and "
                     f"{engine.config.stage.number} on {engine.comm.axes.mesh}"
                 )
         for engine in self.engines:
@@ -100,7 +100,7 @@ class Parts:
 
     @property
     def replicas_differ(self) -> bool:
-        """Tell whether replicas step apart, each with its own parameters."""
+        """Tell whether replicas step separately, so that their parameters differ."""
         return self.local_steps is not None
 
     @property
@@ -138,7 +138,8 @@ class Parts:
                 except ShardError as failure:
                     for step in (*unit.steps, *unit.writes):
                         step.give_up()
-                    unit.steps, unit.writes = [], []
+                    unit.steps = []
+                    unit.writes = []
                     engine.status.refuse(str(failure))
 
     def check_usable(self, what: str) -> None:
@@ -158,8 +159,8 @@ class Parts:
 
     def end_load(self, names: Collection[str]) -> str | None:
         """End a successful load; return a name that an earlier load has left half loaded."""
-        left = [engine.status.end_load(names) for engine in self.engines]
-        return next(filter(None, left), None)
+        half_loaded = [engine.status.end_load(names) for engine in self.engines]
+        return next(filter(None, half_loaded), None)
 
     @property
     def origin(self) -> Origin | None:
@@ -181,8 +182,8 @@ class Parts:
         return self.first.status.add_pass_check(check)
 
 
-class Joined:
-    """Several optimizers of one class, one for each stage, with the interface of one.
+class StageOptimizers:
+    """The optimizers of a rank's stages, of one class, with the interface of one optimizer.
 
     Group n has the parameters of every optimizer's group n.
     """
@@ -191,54 +192,55 @@ class Joined:
         given = optimizer if isinstance(optimizer, list | tuple) else (optimizer,)
         self.optimizers: list[Any] = list(given)
         first = self.optimizers[0] if self.optimizers else None
-        for each in self.optimizers:
-            if not hasattr(each, "param_groups"):
+        for stage_optimizer in self.optimizers:
+            if not hasattr(stage_optimizer, "param_groups"):
                 raise ConfigError(
                     "optimizer: expected a torch.optim.Optimizer, a list of one for each stage, or "
-                    f"None, got {type(each).__name__}"
+                    f"None, got {type(stage_optimizer).__name__}"
                 )
         if first is None:
             raise ConfigError("optimizer: got an empty list; pass None where there is none")
         self.name = type(first).__name__
-        for each in self.optimizers[1:]:
-            kinds = [f"{type(o).__name__}, {len(o.param_groups)} groups" for o in (first, each)]
+        for other in self.optimizers[1:]:
+            kinds = [f"{type(o).__name__}, {len(o.param_groups)} groups" for o in (first, other)]
             if kinds[0] != kinds[1]:
                 raise ConfigError(
-                    f"optimizer: those of a rank's stages are of one kind; here {kinds[0]}, and "
+                    f"optimizer: those of a rank's stages must be of one kind; got {kinds[0]}, and "
                     f"{kinds[1]}"
                 )
-        self.state = _States(self.optimizers)
+        self.state = _StageStates(self.optimizers)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The groups, with the first optimizer's settings."""
         groups = []
-        for alike in zip(*(each.param_groups for each in self.optimizers), strict=True):
-            params = [param for group in alike for param in group["params"]]
-            groups.append({**alike[0], "params": params})
+        for stage_groups in zip(*(o.param_groups for o in self.optimizers), strict=True):
+            params = [param for group in stage_groups for param in group["params"]]
+            groups.append({**stage_groups[0], "params": params})
         return groups
 
     def saved_state(self, param: Any) -> Mapping[str, Any]:
         """Return a parameter's state as a checkpoint saves it."""
-        found = (state_to_save(each, param) for each in self.optimizers if param in each.state)
-        return next(found, {})
+        states = (state_to_save(o, param) for o in self.optimizers if param in o.state)
+        return next(states, {})
 
     def check_settings(self) -> None:
         """Raise ConfigError if settings differ: a checkpoint stores one per group."""
         for number, (first, *others) in enumerate(
-            zip(*(each.param_groups for each in self.optimizers), strict=True)
+            zip(*(o.param_groups for o in self.optimizers), strict=True)
         ):
             for other in others:
                 for key in first.keys() | other.keys():
-                    ours, theirs = first.get(key), other.get(key)
-                    if key != "params" and ours is not theirs and ours != theirs:
+                    value = first.get(key)
+                    other_value = other.get(key)
+                    if key != "params" and value is not other_value and value != other_value:
                         raise ConfigError(
-                            f"optimizer: '{key}' of group {number} is {ours!r} in the first "
-                            f"stage's and {theirs!r} in another's: a checkpoint has one"
+                            f"optimizer: '{key}' of group {number} is {value!r} in the first "
+                            f"stage's and {other_value!r} in another's: a checkpoint has one"
                         )
 
 
-class _States:
+class _StageStates:
     """The state of several optimizers, by parameter."""
 
     def __init__(self, optimizers: Sequence[Any]) -> None:
@@ -246,11 +248,11 @@ class _States:
 
     def get(self, param: Any, default: Any) -> Any:
         """Return the state of a parameter."""
-        found = (each.state[param] for each in self._optimizers if param in each.state)
-        return next(found, default)
+        states = (o.state[param] for o in self._optimizers if param in o.state)
+        return next(states, default)
 
     def pop(self, param: Any, default: Any) -> Any:
         """Remove the state of a parameter."""
-        for each in self._optimizers:
-            default = each.state.pop(param, default)
+        for optimizer in self._optimizers:
+            default = optimizer.state.pop(param, default)
         return default

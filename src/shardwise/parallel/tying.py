@@ -32,7 +32,7 @@ from shardwise.tensor.plain_state import owner_of
 from shardwise.unit.param import ShardedParam
 
 
-class Tie:
+class TiedCopies:
     """The copies of one parameter: ``params`` are this rank's, ``places`` all stages with a copy.
 
     ``stages`` is the pipeline's axis; None if this rank has all copies.
@@ -48,8 +48,8 @@ class Tie:
         self._reduced = self._num_reduced()
         for param in self.params:
             param.tie = self
-        hold = weakref.ref(self)
-        handle = register_optimizer_step_pre_hook(lambda o, *_: _before_step(hold, o))
+        ref = weakref.ref(self)
+        handle = register_optimizer_step_pre_hook(lambda o, *_: _before_step(ref, o))
         weakref.finalize(self, handle.remove)
 
     @property
@@ -74,8 +74,8 @@ class Tie:
         """Copy the first stage's values to all copies."""
         local = local_of(self.params[0].sharded)
         if self.stages is not None and self.peers:
-            found = self._exchange(local.reshape(-1))
-            local = found[self.places[0]].view(local.shape)
+            values = self._exchange(local.reshape(-1))
+            local = values[self.places[0]].view(local.shape)
         for param in self.params:
             if param.sharded._local_tensor is not local:
                 param.sharded._local_tensor.copy_(local)
@@ -85,8 +85,8 @@ class Tie:
         if self.stages is None:
             return {self.places[0]: mine}
         comm = self.params[0].unit.comm
-        theirs = comm.exchange_with(self.peers, mine, self.stages, self.name)
-        return {self.stages.rank: mine, **theirs}
+        received = comm.exchange_with(self.peers, mine, self.stages, self.name)
+        return {self.stages.rank: mine, **received}
 
     @torch.no_grad()
     def sum_grads(self) -> None:
@@ -102,35 +102,36 @@ class Tie:
         self._reduced = now
         grads = [param.sharded.grad for param in self.params]
         first = local_of(self.params[0].sharded)
-        there = [local_of(grad) for grad in grads if grad is not None]
-        dtype = there[0].dtype if there else first.dtype
+        local_grads = [local_of(grad) for grad in grads if grad is not None]
+        dtype = local_grads[0].dtype if local_grads else first.dtype
         # The last element counts the gradients; without any, there is no sum.
         mine = first.new_zeros(first.numel() + 1, dtype=dtype)
-        for local in there:
+        for local in local_grads:
             mine[:-1] += local.reshape(-1)
             mine[-1] += 1
-        found = self._exchange(mine)
+        sums = self._exchange(mine)
         total = torch.zeros_like(mine)
         for place in self.places:
-            total += found[place]
-        if there or bool(total[-1]):
+            total += sums[place]
+        if local_grads or bool(total[-1]):
             whole = total[:-1].view(first.shape)
             for param, grad in zip(self.params, grads, strict=True):
                 if grad is None:
                     param.sharded.grad = param.form.wrap(whole.clone())
                 else:
-                    (grad._local_tensor if isinstance(grad, DTensor) else grad).copy_(whole)
+                    target = grad._local_tensor if isinstance(grad, DTensor) else grad
+                    target.copy_(whole)
 
 
-def ties_of(owners: Iterable[Any]) -> list[Tie]:
+def ties_of(owners: Iterable[Any]) -> list[TiedCopies]:
     """Return the ties of parameters' owners (None: no owner), in the same order on all ranks."""
-    found = {id(o.tie): o.tie for o in owners if o is not None and o.tie is not None}
-    return sorted(found.values(), key=lambda tie: str(tie.name))
+    ties = {id(o.tie): o.tie for o in owners if o is not None and o.tie is not None}
+    return sorted(ties.values(), key=lambda tie: str(tie.name))
 
 
-def _before_step(hold: weakref.ref[Tie], optimizer: torch.optim.Optimizer) -> None:
+def _before_step(ref: weakref.ref[TiedCopies], optimizer: torch.optim.Optimizer) -> None:
     """Sum the gradients before the first step of one of the copies."""
-    tie = hold()
+    tie = ref()
     if tie is not None and tie.is_among(p for g in optimizer.param_groups for p in g["params"]):
         tie.sum_grads()
 
@@ -155,36 +156,41 @@ def tie(model: Model, names: Mapping[str, str]) -> None:
     parts.finish_pending_work("tie()")
     if not names or not hasattr(names, "items"):
         raise ConfigError(
-            f"names={names!r}: expected which name is another of which, as in "
+            f"names={names!r}: expected a mapping from other names to the first name, as in "
             "{'head.weight': 'embed.weight'}"
         )
     both = sorted(set(names) & set(names.values()))
     if both:
         raise ConfigError(
-            f"names: {both} stand on both sides of {dict(names)}; give all other names of a "
+            f"names: {both} are on both sides of {dict(names)}; give all other names of a "
             "parameter the first one: {'b': 'a', 'c': 'a'}"
         )
     firsts = dict.fromkeys(names.values())
-    listed = {first: [first, *(n for n, of in names.items() if of == first)] for first in firsts}
-    mine = {first: _copies(parts, found) for first, found in listed.items()}
+    all_names = {
+        first: [first, *(name for name, target in names.items() if target == first)]
+        for first in firsts
+    }
+    mine = {first: _copies(parts, listed) for first, listed in all_names.items()}
     stages = parts.comm.axes.stages
-    said = {
+    row = {
         "names": sorted({use.name for params in mine.values() for p in params for use in p.uses}),
         "facts": {first: _facts(params) for first, params in mine.items() if params},
         "place": 0 if stages is None else stages.rank,
         "ranks": [] if stages is None else get_process_group_ranks(stages.group),
-        "asked": dict(names),
+        "requested": dict(names),
     }
     control = parts.all_ranks
-    rows = [json.loads(row) for row in exchange_any(control, json.dumps(said).encode())]
+    rows = [json.loads(text) for text in exchange_any(control, json.dumps(row).encode())]
     members: list[int] = list(control.members) or [0]
-    _check(rows, members, names, listed)
-    here = rows[control.rank]["ranks"] or [members[control.rank]]
+    _check(rows, members, names, all_names)
+    pipeline_ranks = rows[control.rank]["ranks"] or [members[control.rank]]
     for first, params in mine.items():
         if params:
-            having = [row for row, rank in zip(rows, members, strict=True) if rank in here]
-            places = sorted(row["place"] for row in having if first in row["facts"])
-            Tie(first, params, stages, places).share_values()
+            stage_rows = [
+                row for row, rank in zip(rows, members, strict=True) if rank in pipeline_ranks
+            ]
+            places = sorted(row["place"] for row in stage_rows if first in row["facts"])
+            TiedCopies(first, params, stages, places).share_values()
 
 
 def _copies(parts: Parts, names: list[str]) -> list[ShardedParam]:
@@ -199,44 +205,49 @@ def _copies(parts: Parts, names: list[str]) -> list[ShardedParam]:
 
 def _facts(params: list[ShardedParam]) -> list[str]:
     """Describe the facts that must agree: shape, dtype, training, and this rank's elements."""
-    found = []
+    facts = []
     for param in params:
         cut = param.cut if param.has_cut else None
         shape = tuple(param.shape) if cut is None else tuple(cut.shape)
         piece = full_region(shape) if cut is None else cut.piece
         lo, hi = (0, 0) if cut is None else (cut.lo, cut.hi)
         trained = "trained" if param.sharded.requires_grad else "frozen"
-        found.append(
+        facts.append(
             f"{shape} {param.sharded.dtype}, {trained}, elements {lo} to {hi} of the box at "
             f"{tuple(piece.at)} of {tuple(piece.shape)}"
         )
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(facts))
 
 
 def _check(
     rows: list[dict[str, Any]],
     members: list[int],
     names: Mapping[str, str],
-    listed: Mapping[str, list[str]],
+    all_names: Mapping[str, list[str]],
 ) -> None:
     """Refuse copies that cannot be tied; all ranks check the same rows."""
     for rank, row in zip(members, rows, strict=True):
-        if row["asked"] != dict(names):
-            raise ConfigError(f"names: rank {rank} asked for {row['asked']}, this rank for {names}")
-    there = {name for row in rows for name in row["names"]}
-    for name in dict.fromkeys(name for each in listed.values() for name in each):
-        if name not in there:
+        if row["requested"] != dict(names):
+            raise ConfigError(
+                f"names: rank {rank} passed {row['requested']}, this rank {names}; pass the same "
+                "names on every rank"
+            )
+    existing = {name for row in rows for name in row["names"]}
+    for name in dict.fromkeys(name for listed in all_names.values() for name in listed):
+        if name not in existing:
             raise ConfigError(f"names: no stage has a parameter '{name}'; tied are {dict(names)}")
-    for first in listed:
+    for first in all_names:
         for rank, row in zip(members, rows, strict=True):
             peers = row["ranks"] or [rank]
-            alike: dict[str, list[int]] = {}
-            for other, theirs in zip(members, rows, strict=True):
-                for fact in theirs["facts"].get(first, ()) if other in peers else ():
-                    alike.setdefault(fact, []).append(other)
-            if len(alike) > 1:
-                what = "; ".join(f"{fact} on {name_ranks(on)}" for fact, on in alike.items())
+            ranks_with: dict[str, list[int]] = {}
+            for other, other_row in zip(members, rows, strict=True):
+                for fact in other_row["facts"].get(first, ()) if other in peers else ():
+                    ranks_with.setdefault(fact, []).append(other)
+            if len(ranks_with) > 1:
+                what = "; ".join(
+                    f"{fact} on {name_ranks(ranks)}" for fact, ranks in ranks_with.items()
+                )
                 raise ConfigError(
                     f"'{first}' cannot be one parameter on its stages: {what}. Give its copies one "
-                    "shape and dtype, and cut them alike (layout='rows')"
+                    "shape and dtype, and the same cut (layout='rows')"
                 )

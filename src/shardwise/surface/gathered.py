@@ -76,12 +76,12 @@ def gathered(
     engine.finish_pending_work("gathered()")
     with torch.no_grad():
         device = engine.comm.device
-        fulls = [_standing(s, in_model, device) for s in params]
+        fulls = [_make_full(param, in_model, device) for param in params]
     versions = [full._version for full in fulls]
-    ways: list[_Way] = []
+    grad_hooks: list[_GradHook] = []
     if in_model and not writeback:
         pairs = zip(params, fulls, strict=True)
-        ways = [_Way(param, full) for param, full in pairs if not has_own_gather(full)]
+        grad_hooks = [_GradHook(param, full) for param, full in pairs if not has_own_gather(full)]
     if in_model:
         _put(params, fulls)
     moves = Moves()
@@ -96,37 +96,41 @@ def gathered(
         if in_model:
             moves = find_moves(root, params, fulls, may_replace=writeback)
             may_differ = writeback and source is not None
-            keeps = False
+            keeps_moves = False
             try:
                 if has_ended:
                     _compare_moves(engine, moves, with_values=not may_differ)
-                    keeps = not moves.refused
+                    keeps_moves = not moves.refused
             finally:
-                _leave_model(moves, before, params, fulls, keeps=keeps)
-        for way in ways:
-            way.is_inside = False
+                _leave_model(moves, before, params, fulls, keeps_moves=keeps_moves)
+        for grad_hook in grad_hooks:
+            grad_hook.is_inside = False
     moves.check()
-    fulls = [moves.values.get(s.name, full) for s, full in zip(params, fulls, strict=True)]
+    fulls = [moves.values.get(param.name, full) for param, full in zip(params, fulls, strict=True)]
     if writeback:
         _write_back(engine, params, fulls, source)
     else:
-        _take_gradients(engine, params, fulls, versions)
+        _reduce_gradients(engine, params, fulls, versions)
 
 
-def _take_gradients(
+def _reduce_gradients(
     engine: Engine, params: list[ShardedParam], fulls: list[nn.Parameter], versions: list[int]
 ) -> None:
     """Reduce gradients that full parameters have on any rank; refuse changes, on all ranks."""
     triples = zip(params, fulls, versions, strict=True)
-    changed = [full._version != v or _differs(param, full) for param, full, v in triples]
+    changed = [
+        full._version != version or _differs(param, full) for param, full, version in triples
+    ]
     has_grad = [full.grad is not None for full in fulls]
     flags = torch.tensor(changed + has_grad, dtype=torch.uint8, device=engine.comm.device)
     for axis in engine.comm.axes.all:
         flags = engine.comm.max(flags, axis, _SITE)
-    anywhere = flags.tolist()  # on any rank
-    _refuse_changes(params, anywhere[: len(params)])
-    if any(anywhere[len(params) :]):
-        _reduce(engine, params, fulls, anywhere[len(params) :])
+    on_any_rank = flags.tolist()
+    changed_anywhere = on_any_rank[: len(params)]
+    has_grad_anywhere = on_any_rank[len(params) :]
+    _refuse_changes(params, changed_anywhere)
+    if any(has_grad_anywhere):
+        _reduce(engine, params, fulls, has_grad_anywhere)
 
 
 def _compare_moves(engine: Engine, moves: Moves, *, with_values: bool) -> None:
@@ -143,60 +147,64 @@ def _leave_model(
     params: list[ShardedParam],
     fulls: list[nn.Parameter],
     *,
-    keeps: bool,
+    keeps_moves: bool,
 ) -> None:
-    """Put the sharded parameters into the model, at their new places or into modules of before."""
-    if keeps:
+    """Put the sharded parameters into the model, at their new places or into restored modules."""
+    if keeps_moves:
         moves.keep()
     else:
-        for each in before:
-            each.restore()
+        for module_before in before:
+            module_before.restore()
     _put(params, [param.sharded for param in params])
     for param, full in zip(params, fulls, strict=True):
         mark_expired(full, param.name)
 
 
-class _Way:
-    """The route of a full parameter's gradient: see Note [Gradients of gathered parameters]."""
+class _GradHook:
+    """Passes on gradients after the context; see Note [Gradients of gathered parameters]."""
 
     def __init__(self, param: ShardedParam, full: nn.Parameter) -> None:
         self.is_inside = True
         self._param = param
         if param.sharded.requires_grad:
             full.requires_grad_(True)
-            full.register_post_accumulate_grad_hook(self._take)
+            full.register_post_accumulate_grad_hook(self._pass_on)
 
-    def _take(self, full: torch.Tensor) -> None:
+    def _pass_on(self, full: torch.Tensor) -> None:
         if self.is_inside:
             return
-        grad, full.grad = full.grad, None
+        grad = full.grad
+        full.grad = None
         _engine_of(self._param).passes.note_grad(self._param.unit, full)
         assert grad is not None
         _add_partial(self._param, grad)
 
 
 def _add_partial(param: ShardedParam, grad: torch.Tensor) -> None:
-    """Add a gradient that did not arrive through the layers' parameter."""
+    """Add a gradient that autograd did not write into the layers' parameter."""
     grad = grad.detach()
-    held = param.gradient
-    if held.partial is None:
-        held.partial = grad.to(held.sum_dtype, copy=True)
+    gradient = param.gradient
+    if gradient.partial is None:
+        gradient.partial = grad.to(gradient.sum_dtype, copy=True)
     else:
-        held.partial.add_(grad)
+        gradient.partial.add_(grad)
 
 
 def _reduce(
-    engine: Engine, params: list[ShardedParam], fulls: list[nn.Parameter], anywhere: list[bool]
+    engine: Engine,
+    params: list[ShardedParam],
+    fulls: list[nn.Parameter],
+    has_grad_anywhere: list[bool],
 ) -> None:
     """Reduce the gradients of units that have one on any rank, as a backward pass does."""
     engine.finish_reductions()
-    for param, full, somewhere in zip(params, fulls, anywhere, strict=True):
-        if somewhere:
+    for param, full, has_grad in zip(params, fulls, has_grad_anywhere, strict=True):
+        if has_grad:
             engine.passes.expect_reduction(param.unit)
         if full.grad is not None:
             _add_partial(param, full.grad)
             full.grad = None
-        elif somewhere and param.gradient.partial is None:  # so that all ranks reduce in one dtype
+        elif has_grad and param.gradient.partial is None:  # so that all ranks reduce in one dtype
             _add_partial(param, torch.zeros_like(full))
     engine.backward.on_pass_end()
 
@@ -205,17 +213,18 @@ def _differs(param: ShardedParam, full: nn.Parameter) -> bool:
     """Tell whether this rank's elements changed: writes to ``.data`` do not change the version."""
     if full.shape != param.cut.shape or full.dtype != param.sharded.dtype:
         return True
-    return not all(has_same_bits(here, value) for here, value in _compared(param, full))
+    return not all(has_same_bits(local, value) for local, value in _local_pairs(param, full))
 
 
-def _compared(
+def _local_pairs(
     param: ShardedParam, full: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield this rank's elements, each with the same elements of the full parameter.
 
     A parameter made of several tensors yields several pairs.
     """
-    local, cut = param.sharded._local_tensor.detach(), param.cut
+    local = param.sharded._local_tensor.detach()
+    cut = param.cut
     if isinstance(full, DTensor):
         yield local, cut.slice_of_piece(local_of(full)).to(local.device)
         return
@@ -231,7 +240,7 @@ def _params_of(targets: tuple[nn.Module | torch.Tensor, ...]) -> tuple[Engine, l
         if len(targets) > 1:
             raise ConfigError("gathered(): name one model, or parameters, not both")
         engine = engine_of(targets[0])
-        return engine, [s for u in engine.units for s in u.params]
+        return engine, [param for unit in engine.units for param in unit.params]
     params = []
     for number, target in enumerate(targets):
         owner = owner_of(target)
@@ -255,7 +264,7 @@ def _engine_of(param: ShardedParam) -> Engine:
     return engine
 
 
-def _standing(param: ShardedParam, in_model: bool, device: torch.device) -> nn.Parameter:
+def _make_full(param: ShardedParam, in_model: bool, device: torch.device) -> nn.Parameter:
     """Return the full parameter in separate memory, even on a single rank.
 
     In the model it has its form from before sharding: a DTensor with tensor parallelism.
@@ -263,8 +272,10 @@ def _standing(param: ShardedParam, in_model: bool, device: torch.device) -> nn.P
     local = param.sharded._local_tensor
     if has_own_gather(local):
         return nn.Parameter(gather_whole(local, param.cut, param.name).to(device), False)
-    full: torch.Tensor = (param.cut.gather_piece if in_model else param.cut.gather)(local)
-    full = (full.clone() if full.data_ptr() == local.data_ptr() else full).to(device)
+    full: torch.Tensor = param.cut.gather_piece(local) if in_model else param.cut.gather(local)
+    if full.data_ptr() == local.data_ptr():
+        full = full.clone()
+    full = full.to(device)
     return nn.Parameter(param.form.full(full) if in_model else full, requires_grad=False)
 
 
@@ -283,9 +294,10 @@ def _check(engine: Engine, params: list[ShardedParam], source: int | None) -> No
     engine.status.check_usable("gathered(): ")
 
 
-def _put(params: list[ShardedParam], standing: list[nn.Parameter]) -> None:
-    for param, stands in zip(params, standing, strict=True):
-        param.put_in_modules(stands)
+def _put(params: list[ShardedParam], tensors: list[nn.Parameter]) -> None:
+    """Register each tensor in the modules in the places of its parameter."""
+    for param, tensor in zip(params, tensors, strict=True):
+        param.put_in_modules(tensor)
 
 
 @torch.no_grad()
@@ -296,13 +308,13 @@ def _write_back(
         if source is not None:
             for part in plain_parts(local_of(full.data)).values():
                 param.unit.comm.broadcast(part, _SITE, source)
-        for here, value in _compared(param, full):
-            here.copy_(value)
+        for local, value in _local_pairs(param, full):
+            local.copy_(value)
         torch.autograd.graph.increment_version(param.sharded._local_tensor)
 
 
 def _refuse_changes(params: list[ShardedParam], changed: list[bool]) -> None:
-    names = [s.name for s, flag in zip(params, changed, strict=True) if flag]
+    names = [param.name for param, flag in zip(params, changed, strict=True) if flag]
     if names:
         raise StateError(
             f"gathered(): {', '.join(names[:5])} changed inside the context on some rank, which "

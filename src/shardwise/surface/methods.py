@@ -69,8 +69,8 @@ class FSDPModule(TorchFSDPModule):
         if state.engine.units[0] is not state.units[0]:
             raise RuntimeError("reset_iter_state must be called on the root FSDP module")
         state.engine.reset()
-        for each in _states_of(self, True):
-            each.reshard()
+        for unit_state in _states_of(self, True):
+            unit_state.reshard()
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         self.reshard()
@@ -99,15 +99,15 @@ class FSDPModule(TorchFSDPModule):
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Sum gradients over replicas (HSDP), or over shards only for now."""
         for state in _states_of(self, recurse):
-            at_once = not state.units[0].settings.full_between_calls  # units of shard()
+            sums_at_once = not state.units[0].settings.full_between_calls  # units of shard()
             replicates = any(unit.comm.axes.replicate is not None for unit in state.units)
-            if at_once and replicates and not requires_all_reduce:
+            if sums_at_once and replicates and not requires_all_reduce:
                 raise ConfigError(
                     "set_requires_all_reduce(): shard() sums over shards and replicas at once; "
                     "keep gradients on the ranks until the last micro-batch, with "
                     "accumulate(model, last=False) or set_requires_gradient_sync(False)"
                 )
-            state.change_sums(all_reduces=requires_all_reduce or at_once)
+            state.change_sums(all_reduces=requires_all_reduce or sums_at_once)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Free full parameters after forward, or keep them for backward."""
@@ -233,11 +233,8 @@ class FSDPModule(TorchFSDPModule):
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Accept it, except together with the caller's own collectives."""
         for unit in self._get_fsdp_state().units:
-            own = (
-                getattr(unit.gather.transport, "all_gather", None),
-                unit.grads.sum_settings.user_reduce_scatter,
-            )
-            if any(own):
+            custom_gather = getattr(unit.gather.transport, "all_gather", None)
+            if custom_gather or unit.grads.sum_settings.user_reduce_scatter:
                 raise AssertionError(
                     "cannot call set_allocate_memory_from_process_group() after "
                     "set_custom_all_gather() or set_custom_reduce_scatter(): those allocate"
@@ -272,9 +269,9 @@ def make_subclass(cls: Any, base: type, name: str, members: dict[str, Any]) -> A
 
 # Functions, not methods: a method could shadow a name of the user's class.
 def _states_of(module: Any, recurse: bool) -> Iterator[ModuleState]:
-    for each in module.modules() if recurse else [module]:
-        if isinstance(each, FSDPModule):
-            yield each._get_fsdp_state()
+    for inner in module.modules() if recurse else [module]:
+        if isinstance(inner, FSDPModule):
+            yield inner._get_fsdp_state()
 
 
 def _state_of_one_unit(module: FSDPModule, method: str) -> ModuleState:

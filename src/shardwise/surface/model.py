@@ -81,9 +81,9 @@ def _set_class(module: Any, base: Any) -> None:
 
 
 class StatesOfModule(dict[Any, Any]):
-    """The states that calls of torch's composable functions have left on a module.
+    """The states that torch's composable functions keep on a module, by function.
 
-    Each of these functions first looks if it is in here already.
+    Each of these functions first looks whether it has a state already.
     """
 
     def __contains__(self, function: object) -> bool:
@@ -112,7 +112,7 @@ class ShardState(ModuleState):
         self.frees = engine.config.stage.frees_after_backward
 
     def start_unshard(self) -> Sequence[Unit]:
-        """Pin and return the units; inside `gathered` return an empty list, as all is full."""
+        """Pin and return the units; inside `gathered`, where all are full, return no unit."""
         units = [] if self.suspended else self.units
         for unit in units:
             unit.pin()
@@ -189,12 +189,12 @@ class ShardedModel(ShardedModule):
         engine: Engine = self.__dict__[ATTRIBUTE]
         if engine.suspended:
             memo[id(engine)] = "gathered"  # removed with its attribute, below
-            return _made_plain(super().__deepcopy__(memo))
-        made, units = copy_engine(engine, memo)
+            return _make_plain(super().__deepcopy__(memo))
+        new_engine, units = copy_engine(engine, memo)
         copied = super().__deepcopy__(memo)
         forget_engine(copied)
         place_units(units, memo)
-        attach_engine(copied, made, units)
+        attach_engine(copied, new_engine, units)
         return copied
 
 
@@ -227,17 +227,17 @@ def _hide(module: ShardedModule) -> None:
         unit.slots.hide()
 
 
-def _copy_by_class(module: Any, copies: Callable[[Any], Any]) -> Any:
-    """Copy a module as an instance of the user's class, which may define how it is copied."""
+def _copy_by_class(module: Any, copy_module: Callable[[Any], Any]) -> Any:
+    """Copy a module as an instance of the user's class, which may define ``__deepcopy__``."""
     cls = type(module)
     module.__class__ = cls.__mro__[cls._orig_cls_mro_index]
     try:
-        return copies(module)
+        return copy_module(module)
     finally:
         module.__class__ = cls
 
 
-def _made_plain(model: Any) -> Any:
+def _make_plain(model: Any) -> Any:
     """Remove everything that sharding has added from a copy with plain parameters."""
     forget_engine(model)
     for name, value in list(vars(model).items()):
@@ -266,14 +266,16 @@ def copy_engine(engine: Engine, memo: Memo) -> tuple[Engine, list[Unit]]:
     engine.finish_steps()
     comms = {id(comm): make_comm(comm.axes, comm.device) for comm in engine.comms}
     ledger = FullParamLedger()
-    made = Engine(engine.config, comms[id(engine.comm)], ledger, engine.rules)
-    memo[id(engine)] = made
-    units = [_copy_unit(u, comms[id(u.comm)], made, ledger, memo) for u in engine.units]
-    return made, units
+    new_engine = Engine(engine.config, comms[id(engine.comm)], ledger, engine.rules)
+    memo[id(engine)] = new_engine
+    units = [
+        _copy_unit(unit, comms[id(unit.comm)], new_engine, ledger, memo) for unit in engine.units
+    ]
+    return new_engine, units
 
 
 def _copy_unit(unit: Unit, comm: Comm, engine: Engine, ledger: FullParamLedger, memo: Memo) -> Unit:
-    made = Unit(
+    new_unit = Unit(
         unit.name,
         unit.index,
         unit.modules,
@@ -287,30 +289,28 @@ def _copy_unit(unit: Unit, comm: Comm, engine: Engine, ledger: FullParamLedger, 
     )
     storages: dict[int, Storage] = {}
     for storage in unit.storages:
-        storages[id(storage)] = _copy_storage(storage, made, ledger)
+        storages[id(storage)] = _copy_storage(storage, new_unit, ledger)
     for param in unit.params:
         cut = param.cut.over(comm)
         form = ShardTensorForm(cut, param.sharded.requires_grad)
-        copied = ShardedParam(made, param.uses, form, param.shape, cut=cut, dim=param.dim)
+        copied = ShardedParam(new_unit, param.uses, form, param.shape, cut=cut, dim=param.dim)
         if isinstance(param.encoding, SubclassGather):
             form.make_sharded(copied, _copy_chunk(param))
             copied.detach_storage(param.encoding.for_copy())
             copied.index = param.index
         else:
             copied.attach_storage(storages[id(param.storage)], param.index)
-        copied.copy_attributes(
-            {k: v for k, v in vars(param.sharded).items() if not k.startswith("_")}
-        )
-        made.params.append(copied)
+        copied.copy_attributes({k: v for k, v in vars(param.sharded).items() if not k.startswith("_")})
+        new_unit.params.append(copied)
         memo[id(param.sharded)] = copied.sharded
-    known = {id(param): copied for param, copied in zip(unit.params, made.params, strict=True)}
+    copies = {id(param): new for param, new in zip(unit.params, new_unit.params, strict=True)}
     for rows in unit.grads.gradient_rows:
-        of_copies = tuple(known[id(param)] for param in rows.params)
-        made.grads.gradient_rows.append(replace(rows, params=of_copies))
-    made.set_storages(list(storages.values()))
-    for storage in made.storages:  # last, because the full parameters are views of it
+        of_copies = tuple(copies[id(param)] for param in rows.params)
+        new_unit.grads.gradient_rows.append(replace(rows, params=of_copies))
+    new_unit.set_storages(list(storages.values()))
+    for storage in new_unit.storages:  # last, because the full parameters are views of it
         storage.free()
-    return made
+    return new_unit
 
 
 @torch.no_grad()
@@ -323,7 +323,7 @@ def _copy_chunk(param: ShardedParam) -> torch.Tensor:
 
 @torch.no_grad()
 def _copy_storage(storage: Storage, unit: Unit, ledger: FullParamLedger) -> Storage:
-    made = Storage(
+    new_storage = Storage(
         storage.layout,
         storage.rank,
         unit.settings.stage,
@@ -333,15 +333,16 @@ def _copy_storage(storage: Storage, unit: Unit, ledger: FullParamLedger) -> Stor
         home=unit.home,
         coding=storage.coding,
     )
-    made.master.copy_(storage.master)
-    return made
+    new_storage.master.copy_(storage.master)
+    return new_storage
 
 
 def place_units(units: list[Unit], memo: Memo) -> None:
     """Attach copied units to the copied modules."""
     for unit in units:
         unit.modules = tuple(memo[id(module)] for module in unit.modules)
-        params, unit.params = unit.params, []
+        params = unit.params
+        unit.params = []
         for param in params:
             param.uses = tuple(replace(use, module=memo[id(use.module)]) for use in param.uses)
             unit.add(param)

@@ -68,21 +68,22 @@ def find_moves(
     by_id = {id(full): param for param, full in zip(params, fulls, strict=True)}
     now: dict[int, list[ParamUse]] = {id(param): [] for param in params}
     others: dict[Place, tuple[str, nn.Parameter]] = {}
-    for use, found in _all_uses(root):
-        param = by_id.get(id(found))
+    for use, tensor in _all_uses(root):
+        param = by_id.get(id(tensor))
         if param is None:
-            others[id(use.module), use.attribute] = use.name, found
+            others[id(use.module), use.attribute] = use.name, tensor
         else:
             now[id(param)].append(use)
     moves = Moves()
     for param, full in zip(params, fulls, strict=True):
         uses = now[id(param)]
-        before, places = _places(param.uses), _places(uses)
+        before = _places(param.uses)
+        places = _places(uses)
         if before == places or (places <= before and _are_unchanged(param, full)):
             continue
         new = [others.get(place) for place in before]
         if not uses and _is_replacement(new, full):
-            moves.values[param.name] = next(found for _, found in filter(None, new))
+            moves.values[param.name] = next(tensor for _, tensor in filter(None, new))
             for place in before:
                 others.pop(place)
         elif not uses:
@@ -93,7 +94,7 @@ def find_moves(
             moves.refused.append(f"'{param.name}' was moved out of its unit, to '{uses[0].name}'")
         else:
             moves.uses.append((param, tuple(uses)))
-    added = (name for name, found in others.values() if found.requires_grad)
+    added = (name for name, tensor in others.values() if tensor.requires_grad)
     moves.refused += [f"'{name}' was added, and no rank would sum its gradient" for name in added]
     if moves.values and not may_replace:
         moves.refused.append("parameters were replaced without writeback=True")
@@ -104,7 +105,7 @@ _CONTAINERS = [name for name, value in vars(nn.Module()).items() if isinstance(v
 
 
 class ModuleBefore:
-    """A module's class, parameters' names, buffers, children and hooks, which libraries change."""
+    """A module's class, parameter names, buffers, children and hooks, to restore them."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -115,7 +116,8 @@ class ModuleBefore:
 
     def restore(self) -> None:
         """Undo the changes of the context; the caller puts the sharded parameters back."""
-        module, kind = self._module, self._kind
+        module = self._module
+        kind = self._kind
         if self._members is not None:
             for name in set(vars(kind)) - set(self._members):
                 delattr(kind, name)
@@ -125,17 +127,17 @@ class ModuleBefore:
         for name in self._contents["_parameters"]:
             vars(module).pop(name, None)  # pruning puts a plain tensor there
         for name, before in self._contents.items():
-            held = vars(module)[name]
-            held.clear()
-            held.update(before)
+            container = vars(module)[name]
+            container.clear()
+            container.update(before)
 
 
 def _all_uses(root: nn.Module) -> Iterator[tuple[ParamUse, nn.Parameter]]:
     for path, module in root.named_modules():
-        for attribute, found in module._parameters.items():
-            if found is not None:
+        for attribute, tensor in module._parameters.items():
+            if tensor is not None:
                 name = f"{path}.{attribute}" if path else attribute
-                yield ParamUse(module, attribute, name), found
+                yield ParamUse(module, attribute, name), tensor
 
 
 def _places(uses: Sequence[ParamUse]) -> set[Place]:
@@ -143,16 +145,17 @@ def _places(uses: Sequence[ParamUse]) -> set[Place]:
 
 
 def _are_unchanged(param: ShardedParam, full: torch.Tensor) -> bool:
-    """Tell whether the modules hold what they held, also if the model has other modules now."""
+    """Tell whether the parameter's modules hold ``full``, even if they have left the model."""
     return all(use.module._parameters.get(use.attribute) is full for use in param.uses)
 
 
 def _is_replacement(new: Sequence[tuple[str, nn.Parameter] | None], full: torch.Tensor) -> bool:
     """Tell whether one parameter of the same shape and dtype is in all places."""
-    if None in new or len({id(each[1]) for each in new if each is not None}) != 1:
+    tensors = [pair[1] for pair in new if pair is not None]
+    if None in new or len(set(map(id, tensors))) != 1:
         return False
-    found = next(each[1] for each in new if each is not None)
-    return (found.shape, found.dtype, type(found.data)) == (full.shape, full.dtype, type(full.data))
+    first = tensors[0]
+    return (first.shape, first.dtype, type(first.data)) == (full.shape, full.dtype, type(full.data))
 
 
 def _are_inside(uses: Sequence[ParamUse], unit: Unit) -> bool:

@@ -24,14 +24,14 @@ from shardwise.mesh import Axis
 from shardwise.trace import Traffic
 
 
-class _Allocates(Protocol):
+class _Allocator(Protocol):
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """Return memory to send or receive."""
 
 
-class AllGather(_Allocates, Protocol):
+class AllGather(_Allocator, Protocol):
     """torch's ``AllGather`` of FSDP2."""
 
     def __call__(
@@ -44,7 +44,7 @@ class AllGather(_Allocates, Protocol):
         """Start the collective; return its work, or None when it is done."""
 
 
-class ReduceScatter(_Allocates, Protocol):
+class ReduceScatter(_Allocator, Protocol):
     """torch's ``ReduceScatter`` of FSDP2."""
 
     def __call__(
@@ -77,7 +77,8 @@ class Packed:
             return Pending(key, ())
         as_bytes = len({item.full.dtype for item in items}) > 1
         sources = [_flat(item.source, as_bytes) for item in items]
-        dtype, device = sources[0].dtype, sources[0].device
+        dtype = sources[0].dtype
+        device = sources[0].device
         packed = self.all_gather.allocate(
             (sum(s.numel() for s in sources),), dtype=dtype, device=device
         )
@@ -118,8 +119,9 @@ class PackedSum:
         **Cost** (ranks - 1) x the shares, padding included; a packed copy of the gradients.
         """
         widths = [item.segment.shard_numel for item in items]
-        dtype, device = items[0].out.dtype, items[0].out.device
-        rows = [each.view(axis.size, -1) for each in even_inputs(items, axis.size)]
+        dtype = items[0].out.dtype
+        device = items[0].out.device
+        rows = [values.view(axis.size, -1) for values in even_inputs(items, axis.size)]
         packed = self.reduce_scatter.allocate(
             (sum(widths) * axis.size,), dtype=dtype, device=device
         )

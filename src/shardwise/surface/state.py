@@ -4,12 +4,12 @@
 the same meaning: torch's pipelining, ``register_fsdp_forward_method``, ``share_comm_ctx`` and other
 tools read them. Names that need the engine return None until the engine exists.
 
-Note [Schedules divide what they find]
-~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-After its backward passes a schedule divides every ``p.grad`` by its number of micro-batches. With
-several schedules before one step, the second one divides the gradients of the first again
-(pytorch#196641). So inside ``accumulate(..., last=False)`` gradients stay on the rank, undivided,
-at any stage. The last schedule divides them all once.
+Note [Pipeline schedules divide gradients]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+After its backward passes a pipeline schedule divides every ``p.grad`` by its number of
+micro-batches. With several schedules before one step, the second one divides the gradients of the
+first again (pytorch#196641). So inside ``accumulate(..., last=False)`` gradients stay on the rank,
+undivided, at any stage. The last schedule divides them all once.
 """
 
 from collections.abc import Sequence
@@ -65,7 +65,7 @@ def _reduce(engine: Engine, *, last: bool) -> None:
         if not unit.settings.stays_full:
             unit.unpin()
     with engine.status.micro_batch(last=last):
-        # Units with gradients on another rank alone take part, as in any pass.
+        # As in any pass, units take part that have gradients only on other ranks.
         engine.backward.on_pass_begin([])
         engine.backward.on_pass_end()
 
@@ -88,8 +88,8 @@ def _keep(engine: Engine) -> None:
                 param.gradient.ignores_scale = True
 
 
-class Member:
-    """One module with units, for the hooks."""
+class HookedModule:
+    """One module with units, the object that its hooks pass to `ModuleState`."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -131,10 +131,10 @@ class ModuleState(_State):
         return self.engine
 
     def adopt(self) -> None:
-        """Take over the parameters that the modules hold now; does nothing here."""
+        """Read the parameters that the modules hold now; `shard()` has nothing to do."""
 
     def finish_pending_work(self, what: str) -> None:
-        """Prepare the modules for ``what``, which reads the shards; does nothing here."""
+        """Prepare the modules for ``what``, which reads the shards; `shard()` has nothing to do."""
 
     # -- full parameters
     def start_unshard(self) -> Sequence[Unit]:
@@ -179,14 +179,16 @@ class ModuleState(_State):
             self.engine.reductions.allow_in_flight(most)
 
     # -- a forward pass (hooks.Watcher)
-    def before_forward(self, _: Member, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
+    def before_forward(
+        self, _: HookedModule, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Inputs:
         """Enter the units in order."""
         engine = self.lazy_init()
         for unit in self.units:
             args, kwargs = engine.before_forward(unit, args, kwargs)
         return args, kwargs
 
-    def after_forward(self, _: Member, output: object) -> object:
+    def after_forward(self, _: HookedModule, output: object) -> object:
         """Leave the units in reverse order."""
         engine = self.lazy_init()
         for unit in reversed(self.units):
@@ -196,11 +198,11 @@ class ModuleState(_State):
     # -- names that torch reads
     def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Inputs:
         inputs = args, kwargs
-        return inputs if self.suspended else self.before_forward(Member(module), *inputs)
+        return inputs if self.suspended else self.before_forward(HookedModule(module), *inputs)
 
     def _post_forward(self, module: nn.Module, args: object, output: object) -> object:
-        found = None if self.suspended else self.after_forward(Member(module), output)
-        return output if found is None else found
+        result = None if self.suspended else self.after_forward(HookedModule(module), output)
+        return output if result is None else result
 
     def _lazy_init(self) -> None:
         self.lazy_init()

@@ -134,7 +134,7 @@ class State(ModuleState):
             _insert_module_state(module, self)
             note_state(module, self)
         for module in modules:
-            register_hooks(self, Member(module))
+            register_hooks(self, HookedModule(module))
         owners = {use.module for unit in units for param in unit.params for use in param.uses}
         for owner in owners:
             register_state_dict_hooks(owner, self.reshard, self.adopt)
@@ -184,7 +184,7 @@ class State(ModuleState):
         for state in states:
             state.make_ready()
         engine = _make_engine(states)
-        register_wrappers(engine, engine.units, self, Member(self.modules[0]))
+        register_wrappers(engine, engine.units, self, HookedModule(self.modules[0]))
         return engine
 
     def _states_below(self) -> list["State"]:
@@ -238,7 +238,9 @@ class State(ModuleState):
             self._has_agreed = True
 
     # -- a forward pass of one of the modules (hooks.Watcher)
-    def before_forward(self, member: Member, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def before_forward(
+        self, hooked: HookedModule, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Unshard the units; return the arguments on the compute device and in its dtype."""
         engine = self.lazy_init()
         if not engine.is_running():
@@ -255,12 +257,12 @@ class State(ModuleState):
             args, kwargs = engine.before_forward(unit, args, kwargs)
         return args, kwargs
 
-    def after_forward(self, member: Member, output: Any) -> Any:
+    def after_forward(self, hooked: HookedModule, output: Any) -> Any:
         """Hook the output for backward, free parameters; return it in ``output_dtype``."""
         engine = self.engine
         if engine is None:
             return None
-        self.awaited.discard(member.module)
+        self.awaited.discard(hooked.module)
         goes_on = bool(self.awaited)
         for unit in reversed(self.units):
             engine.after_forward(unit, output, goes_on=goes_on)
