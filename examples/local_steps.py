@@ -53,7 +53,7 @@ def train(every: int, device: torch.device) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Replicas that step apart.")
+    parser = argparse.ArgumentParser(description="Replicas that step separately.")
     parser.add_argument("--every", type=int, default=10, help="steps between synchronisations")
     every = parser.parse_args().every
     device = local_device(dist.get_node_local_rank())

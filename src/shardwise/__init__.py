@@ -20,7 +20,7 @@ Reading order, which is also the import order (a file imports only from what sta
     device                    differences between devices
     stages, precisions        the table of stages; names of precisions
     homes                     places of state: device, host, files
-    outer                     settings of replicas that step apart
+    outer                     settings of replicas that step separately
     axes                      degrees of parallelism, and their meshes
     config                    settings of `shard()`
     trace                     events for a profiler or a recorder; counts

@@ -1,4 +1,4 @@
-"""Settings of replicas that step apart (`parallel.local_steps`), and their bytes; no torch."""
+"""Settings of replicas that step separately (`parallel.local_steps`), and their bytes; no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Replicas that step apart are saved and loaded, each with its own state, at any moment."""
+"""Replicas that step separately are saved and loaded, each with its own state, at any moment."""
 
 import re
 from contextlib import suppress

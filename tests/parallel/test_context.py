@@ -266,16 +266,16 @@ def test_what_would_train_on_a_part_without_a_word_is_refused(rank, num_ranks):
     # A model whose attention is not found would train on its own part (torchtitan#2808).
     refused(f"no attention over parts of {12 // num_ranks} tokens", ids)
     refused(r"along dim 1 the tensors have \[12, 11\] tokens", ids, ids[:, 1:])
-    refused("give it the tensors")
+    refused("expected the tensors that have a sequence")
     refused(f"cp={num_ranks} does not divide the 5 heads", ids, query=part)
     refused("the mask has the shape .* of all its tokens", ids, query=part, attn_mask=mask)
     packed = {"documents": [4, 8], "query": part}
-    refused("there is a mask beside documents=", ids, attn_mask=mask, **packed)
+    refused("attn_mask and documents= are both given", ids, attn_mask=mask, **packed)
     ring = shardwise.parallel.ContextParallel(model, axes, method="ring")
     packed_ring = "by ring: documents are packed, which torch's ring"
     refused(packed_ring, ids, of=ring, is_causal=True, **packed)
     both = {"attn_mask": mask, "is_causal": True}
-    refused("there is a mask beside is_causal=True", ids, query=part, **both)
+    refused("attn_mask and is_causal=True are both given", ids, query=part, **both)
     of_rank = DTensor.from_local(part, axes["tp"], [Shard(1)])
     refused("got a DTensor", ids, query=of_rank, is_causal=True)
     # Attention of the outer one would be computed over the inner one's documents.

@@ -563,5 +563,5 @@ def test_what_does_not_fit_is_refused_with_what_to_do():
         fully_shard(model, mesh=axes.data)
     model = Cell(biased=True).make()
     shardwise.shard(model, mesh=axes)
-    with pytest.raises(ConfigError, match="the routers know of none: call spread_experts"):
+    with pytest.raises(ConfigError, match="the routers have no exchange: call spread_experts"):
         balance_experts(model)

@@ -1,4 +1,4 @@
-"""Replicas that step apart equal a plain program with two loops, to the bit and to the byte."""
+"""Replicas that step separately equal a plain program with two loops, in bits and bytes."""
 
 import pytest
 import torch
@@ -310,7 +310,7 @@ MIXED = {
 
 
 def _train_experts(rank, world_size, replica):
-    """Train a decoder with experts on two ranks, or on two replicas of two that step apart."""
+    """Train a decoder with experts on two ranks, or on two replicas of two that step separately."""
     apart = {} if replica is not None else {"dp_replicate": 2, "local_steps": 99}
     config = TrainConfig(**MIXED, **apart)
     torch.manual_seed(0)

@@ -38,7 +38,7 @@ BY_BIASES = {**MIXED, "expert_balance": 0.0, "expert_bias": True}
 ALL_MIXED = {**BY_BIASES, "dense_layers": 0}
 AGAIN = {"activation_checkpointing": True}
 BF16 = {"precision": "bf16"}
-# Replicas that step apart and are synchronised in every step, so that a step's share is a whole.
+# Replicas are synchronised in every step, so that a step's share is a whole synchronisation.
 APART = [
     {"stage": 0, "local_steps": {"every": 1, "outer": "nesterov"}},
     {"layout": "flat", "local_steps": {"every": 1, "state": "int8", "send": "int8"}, **BF16},

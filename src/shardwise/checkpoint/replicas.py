@@ -1,4 +1,4 @@
-"""Replicas that step apart (`parallel.local_steps`), in a checkpoint and back.
+"""Replicas that step separately (`parallel.local_steps`), in a checkpoint and back.
 
 Note [Saved replicas]
 ~~~~~~~~~~~~~~~~~~~~~

@@ -390,7 +390,7 @@ class Restore:
                 del by_state[tensor.state]
         return list(by_state.values())
 
-    # -- the outer step of replicas that step apart
+    # -- the outer step of replicas that step separately
 
     def add_outer(
         self, steps: LocalSteps, places: Sequence[Place], saved: SavedReplicas | None
@@ -409,7 +409,7 @@ class Restore:
                     targets.append(Target(info, place.lo, place.hi, part, place.piece))
             if len(targets) == len(flats) * len(state.params):
                 self.targets += targets
-                self._after.append(partial(state.take, flats))
+                self._after.append(partial(state.finish_load, flats))
             else:
                 self._after.append(state.begin)
         num_steps, num_synced = (0, ()) if saved is None else (saved.num_steps, saved.num_synced)

@@ -69,6 +69,6 @@ def accumulate(
 @contextmanager
 def _window(model: Model, last: bool) -> Iterator[None]:
     with ExitStack() as windows:
-        for each in modules_of(model):
-            windows.enter_context(engine_of(each).status.micro_batch(last=bool(last)))
+        for stage in modules_of(model):
+            windows.enter_context(engine_of(stage).status.micro_batch(last=bool(last)))
         yield

@@ -84,21 +84,22 @@ def attend(call: AttentionCall, cut: SequenceCut, exchange: Exchange, method: Me
 
 
 def _by_gather(call: AttentionCall, cut: SequenceCut, exchange: Exchange) -> Tensor:
-    rank, key_dim = exchange.axis.rank, call.key.shape[-1]
+    key_dim = call.key.shape[-1]
     pairs = torch.cat([call.key, call.value], dim=-1).permute(2, 0, 1, 3)  # [t, B, K, E + E]
-    most = max(cut.counts)
-    gathered = exchange.all_gather(F.pad(pairs, (0, 0) * 3 + (0, most - len(pairs))))
-    whole = _in_sequence(gathered.flatten(0, 1), cut, most).permute(1, 2, 0, 3)
+    max_count = max(cut.counts)
+    gathered = exchange.all_gather(F.pad(pairs, (0, 0) * 3 + (0, max_count - len(pairs))))
+    whole = _in_sequence(gathered.flatten(0, 1), cut, max_count).permute(1, 2, 0, 3)
     key, value = whole.split([key_dim, whole.shape[-1] - key_dim], dim=-1)
-    return _of_spans(call, cut, rank, call.query, key, value)
+    return _of_spans(call, cut, exchange.axis.rank, call.query, key, value)
 
 
 def _by_heads(call: AttentionCall, cut: SequenceCut, exchange: Exchange) -> Tensor:
-    num_ranks, rank = exchange.axis.size, exchange.axis.rank
+    num_ranks = exchange.axis.size
     key, value = _repeated(call, num_ranks)
-    heads, here = call.query.shape[1], call.query.shape[2]
+    heads = call.query.shape[1]
+    local_tokens = call.query.shape[2]
     parts = [_by_rank(x, num_ranks) for x in (call.query, key, value)]
-    mine = [here] * num_ranks
+    mine = [local_tokens] * num_ranks
     rows = exchange.all_to_all(torch.cat(parts, dim=-1).flatten(0, 1), mine, cut.counts)
     whole = _in_sequence(rows, cut)  # [T, B, channels of this rank's heads]
     query, key, value = (
@@ -111,11 +112,11 @@ def _by_heads(call: AttentionCall, cut: SequenceCut, exchange: Exchange) -> Tens
     )
     mask = call.attn_mask
     if mask is not None and mask.ndim > 2 and mask.shape[-3] == heads:
-        mask = mask.chunk(num_ranks, dim=-3)[rank]
-    mixed = _of_spans(replace(call, attn_mask=mask), cut.alone, 0, query, key, value)
+        mask = mask.chunk(num_ranks, dim=-3)[exchange.axis.rank]
+    mixed = _of_spans(replace(call, attn_mask=mask), cut.on_one_rank, 0, query, key, value)
     rows = _by_ranks_of(mixed.permute(2, 0, 1, 3).flatten(2), cut)
     back = exchange.all_to_all(rows, cut.counts, mine)
-    back = back.view(num_ranks, here, len(call.query), heads // num_ranks, value.shape[-1])
+    back = back.view(num_ranks, local_tokens, len(call.query), heads // num_ranks, value.shape[-1])
     return back.permute(2, 0, 3, 1, 4).flatten(1, 2)
 
 
@@ -140,7 +141,7 @@ def _of_spans(
     causal triangle is aligned to the lower right.
     """
     spans = cut.spans[rank]
-    if not spans:  # no token, but this rank takes part in the exchanges of backward
+    if not spans:  # no token; the graph still joins the exchanges of backward
         return query[..., :1] * key.sum() + value.narrow(-2, 0, 0)[:, :1]
     if call.attn_mask is not None or not (call.is_causal or len(cut.documents) > 1):
         mask = call.attn_mask
@@ -153,14 +154,14 @@ def _of_spans(
     mixed = []
     queries = query.split([span.hi - span.lo for span in spans], dim=-2)
     for part, span in zip(queries, spans, strict=True):
-        key, value = keys[span.document], values[span.document]
+        key = keys[span.document]
+        value = values[span.document]
         if not call.is_causal:
             mixed.append(call.over(part, key, value))
             continue
         seen = span.hi - span.document
         triangle = _triangle(part.shape[-2], seen)
-        key, value = key.narrow(-2, 0, seen), value.narrow(-2, 0, seen)
-        mixed.append(call.over(part, key, value, triangle))
+        mixed.append(call.over(part, key.narrow(-2, 0, seen), value.narrow(-2, 0, seen), triangle))
     return torch.cat(mixed, dim=-2)
 
 
@@ -177,7 +178,9 @@ def _triangle(num_queries: int, num_keys: int) -> Any:
 
 
 def _documents(x: Tensor, cut: SequenceCut, starts: set[int]) -> dict[int, Tensor]:
-    parts, start = {}, 0
+    """Return the keys or values of each document that begins in ``starts``."""
+    parts = {}
+    start = 0
     for part in x.split(list(cut.documents), dim=-2):
         if start in starts:
             parts[start] = part
@@ -185,20 +188,22 @@ def _documents(x: Tensor, cut: SequenceCut, starts: set[int]) -> dict[int, Tenso
     return parts
 
 
-def _in_sequence(rows: Tensor, cut: SequenceCut, each: int | None = None) -> Tensor:
+def _in_sequence(rows: Tensor, cut: SequenceCut, padded_count: int | None = None) -> Tensor:
     """Reorder the rows of all ranks from rank order to the order of the sequence.
 
-    With ``each``, every rank has that many rows, padded at the end. It uses splits and one copy, in
-    backward too: the gradient of an index adds up, and that of a slice fills the rest with zeros.
+    With ``padded_count``, every rank has that many rows, padded at the end. Only splits and one
+    copy are used, because the gradient of an index is a sum, and that of a slice fills the other
+    rows with zeros.
     """
-    lengths, places = [], []
+    lengths = []
+    places = []
     for rank in range(cut.num_ranks):
         for span in cut.spans[rank]:
             lengths.append(span.hi - span.lo)
             places.append(span.lo)
-        left = 0 if each is None else each - cut.counts[rank]
-        if left:
-            lengths.append(left)
+        padding = 0 if padded_count is None else padded_count - cut.counts[rank]
+        if padding:
+            lengths.append(padding)
             places.append(-1)
     parts = rows.split(lengths)
     order = sorted((place, i) for i, place in enumerate(places) if place >= 0)
@@ -221,7 +226,8 @@ def _by_rank(x: Tensor, num_ranks: int) -> Tensor:
 
 def _repeated(call: AttentionCall, num_ranks: int) -> tuple[Tensor, Tensor]:
     """Return keys and values, with heads repeated until N divides their number."""
-    heads, kv_heads = call.query.shape[1], call.key.shape[1]
+    heads = call.query.shape[1]
+    kv_heads = call.key.shape[1]
     if heads % num_ranks:
         raise ConfigError(
             f"context parallelism by heads: cp={num_ranks} does not divide the {heads} heads that "
@@ -241,7 +247,7 @@ def _check(call: AttentionCall, cut: SequenceCut) -> None:
     if any(isinstance(x, DTensor) for x in (call.query, call.key, call.value, call.attn_mask)):
         raise ConfigError(
             "attention: over a sequence that is cut it takes tensors, and got a DTensor. Let the "
-            "layers before it give local ones (use_local_output=True, as is the default)"
+            "layers before it return local ones (use_local_output=True, the default)"
         )
     if call.query.ndim != 4:
         raise ConfigError(
@@ -252,18 +258,18 @@ def _check(call: AttentionCall, cut: SequenceCut) -> None:
         return
     if call.is_causal:
         raise ConfigError(
-            "attention: there is a mask beside is_causal=True, of which torch's kernels take one; "
-            "let the mask alone say what sees what"
+            "attention: attn_mask and is_causal=True are both given, and torch's kernels take one; "
+            "pass only the mask"
         )
     if len(cut.documents) > 1:
         raise ConfigError(
-            "attention: there is a mask beside documents=; leave one out (a mask as well says what "
-            "sees what)"
+            "attention: attn_mask and documents= are both given; pass one of them (a mask can "
+            "separate documents too)"
         )
     shape: Sequence[int] = call.attn_mask.shape
     if shape[-1] != cut.length or shape[-2] not in (1, cut.length):
         raise ConfigError(
             f"attention: the mask has the shape {list(shape)}, but a mask of a sequence that is "
-            f"cut speaks of all its tokens: [..., {cut.length}, {cut.length}]. Leave it out where "
+            f"cut covers all its tokens: [..., {cut.length}, {cut.length}]. Leave it out if "
             "attention is causal (is_causal=True)"
         )

@@ -7,7 +7,7 @@ unit one after the other: a *round*. The schedule sees a round as one visit: the
 gathers the unit and the last one frees it. All calls are recorded as one forward pass, so backward
 through the sum of the losses reduces a unit once, after its last micro-batch.
 
-Note [Backward goes by rounds too]
+Note [Rounds in backward]
 Among ready nodes, autograd runs the one with the highest sequence number. Each thread numbers its
 own nodes. Each micro-batch continues the numbering of the one before it. So one backward pass takes
 the rounds in reverse order, and the micro-batches of a round one after the other. Only one block's
@@ -67,19 +67,21 @@ class Generators:
         for state in states:
             digest.update(state.numpy().tobytes())
         seed = int.from_bytes(digest.digest(), "little") >> 1
-        made = [torch.Generator(each).manual_seed(seed) for each in ("cpu", self._device)]
-        of_device = None if self._of_device is None else made[1].get_state()
-        return Generators(self._device, made[0].get_state(), of_device)
+        of_cpu = torch.Generator("cpu").manual_seed(seed).get_state()
+        of_device = None
+        if self._of_device is not None:
+            of_device = torch.Generator(self._device).manual_seed(seed).get_state()
+        return Generators(self._device, of_cpu, of_device)
 
-    def put(self) -> None:
+    def restore(self) -> None:
         """Set torch's generators to these states."""
         torch.set_rng_state(self._of_cpu)
         if self._of_device is not None:
             set_accelerator_generator(self._device, self._of_device)
 
 
-class Surroundings:
-    """The caller's thread-local state of torch, to enter in other threads."""
+class ThreadState:
+    """The caller's thread-local state of torch, to apply in other threads."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -121,17 +123,17 @@ class Surroundings:
 
 def _saved_tensors_hooks() -> list[tuple[Any, Any]]:
     """Return the caller's `saved_tensors_hooks`, outermost first."""
-    found: list[tuple[Any, Any]] = []
+    pairs: list[tuple[Any, Any]] = []
     hooks = torch._C._autograd
     while (top := hooks._top_saved_tensors_default_hooks(False)) is not None:
-        found.insert(0, top)
+        pairs.insert(0, top)
         hooks._pop_saved_tensors_default_hooks()
-    for pack, unpack in found:
+    for pack, unpack in pairs:
         hooks._push_saved_tensors_default_hooks(pack, unpack)
-    return found
+    return pairs
 
 
-_HERE = "accumulate(order='breadth_first')"
+_CALL = "accumulate(order='breadth_first')"
 
 
 def layer_by_layer(
@@ -168,7 +170,7 @@ def layer_by_layer(
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             kind = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise ConfigError(
-                f"{_HERE}: forward() returned {kind} for micro-batch {number} of {len(batches)}; "
+                f"{_CALL}: forward() returned {kind} for micro-batch {number} of {len(batches)}; "
                 "expected its loss, a tensor with one element"
             )
     return sum(losses[1:], losses[0])
@@ -176,20 +178,20 @@ def layer_by_layer(
 
 def _check(engine: Engine, batches: list[Any]) -> None:
     if not batches:
-        raise ConfigError(f"{_HERE}: expected one micro-batch or more, got none")
+        raise ConfigError(f"{_CALL}: expected one micro-batch or more, got none")
     if engine.is_running() or in_backward():
-        raise StateError(f"{_HERE} inside of a forward or backward pass: call it between passes")
+        raise StateError(f"{_CALL} inside of a forward or backward pass: call it between passes")
     if torch._C._functorch.peek_interpreter_stack() is not None:
-        raise StateError(f"{_HERE} inside of a transform of torch.func: call it outside")
+        raise StateError(f"{_CALL} inside of a transform of torch.func: call it outside")
     if engine.comm.axes.stages is not None:
         raise StateError(
-            f"{_HERE}: the model is a stage of a pipeline, whose schedule says when each "
+            f"{_CALL}: the model is a stage of a pipeline, whose schedule says when each "
             "micro-batch runs; it gathers each unit once for all of them already"
         )
     optional = [u.name for u in engine.units if u.settings.optional]
     if optional and any(u.settings.stage.frees_after_forward for u in engine.units):
         raise StateError(
-            f"{_HERE}: some ranks may skip unit '{optional[0]}', and all micro-batches must run "
+            f"{_CALL}: some ranks may skip unit '{optional[0]}', and all micro-batches must run "
             "the same units; accumulate them one by one, or shard without optional units"
         )
 
@@ -198,7 +200,7 @@ class _Ended(BaseException):
     """End a micro-batch's thread after another micro-batch has failed."""
 
 
-class _Lane:
+class _MicroBatch:
     """One micro-batch and the state of its thread."""
 
     def __init__(self, number: int, generators: Generators) -> None:
@@ -220,104 +222,110 @@ class _InterleavedMicroBatches(SingleMicroBatch):
         self._batches = batches
         device = engine.comm.device
         generators = Generators.of_caller(device)
-        own = [generators, *map(generators.derive, range(1, len(batches)))]
-        self._lanes = [_Lane(n, g) for n, g in enumerate(own)][::-1]  # in the order of a round
-        self._running = self._lanes[0]
+        derived = [generators.derive(number) for number in range(1, len(batches))]
+        # In the order of a round: from the last micro-batch to the first.
+        self._micro_batches = [
+            _MicroBatch(number, states) for number, states in enumerate([generators, *derived])
+        ][::-1]
+        self._running = self._micro_batches[0]
         self._over = threading.Semaphore(0)  # the caller's turn
-        self._stops = False
+        self._stops = False  # after an error or an interrupt: all threads end at their next unit
         self._error: BaseException | None = None
-        self._visited: str | None = None  # by the first of this round; None after its end
+        self._visited: str | None = None  # unit of this round; None after the first one's end
         self._backward_is_next = False
         self._num_recorded = 0
-        self._node = 0
+        self._node = 0  # the highest sequence number of autograd nodes so far
         self._leaves = _Leaves(engine.units)
         self._records = torch.is_grad_enabled()
-        self._surroundings = Surroundings(device)
+        self._thread_state = ThreadState(device)
 
     def run(self) -> list[Any]:
         """Run all micro-batches; return their losses in the order of the micro-batches."""
-        passes, stack = self._engine.passes, self._engine.passes.stack
+        passes = self._engine.passes
+        stack = passes.stack
         self._pass = passes.forward.begin() if self._records else None
         threads = [
             threading.Thread(
                 target=contextvars.copy_context().run,
-                args=(self._run_lane, place),
-                name=f"shardwise-micro-batch-{lane.number + 1}",
+                args=(self._run_thread, place),
+                name=f"shardwise-micro-batch-{micro_batch.number + 1}",
                 daemon=True,
             )
-            for place, lane in enumerate(self._lanes)
+            for place, micro_batch in enumerate(self._micro_batches)
         ]
         with self._engine.status.running_together(self):
             for thread in threads:
                 thread.start()
             try:
-                self._lanes[0].turn.release()
+                self._micro_batches[0].turn.release()
                 self._over.acquire()
-            except BaseException:  # an interrupt: the running lane stops at its next unit
+            except BaseException:  # an interrupt: the running micro-batch stops at its next unit
                 self._stops = True
                 self._over.acquire()
                 raise
             finally:
-                for lane, thread in zip(self._lanes, threads, strict=True):
+                for micro_batch, thread in zip(self._micro_batches, threads, strict=True):
                     if thread.is_alive() and self._stops:
-                        self._running = lane
-                        lane.turn.release()
+                        self._running = micro_batch
+                        micro_batch.turn.release()
                     thread.join()
-                self._go_on(list(stack), None)
-                self._leaves.put_back()
-                self._lanes[-1].generators.put()  # of the first micro-batch: the caller's
+                self._set_calls(list(stack), None)
+                self._leaves.restore()
+                first = self._micro_batches[-1]
+                first.generators.restore()  # it has drawn from the caller's generators
         if self._error is not None:
             raise self._error
         _count_to(self._node)  # the sum of the losses must be the latest node
-        return [lane.loss for lane in reversed(self._lanes)]
+        return [micro_batch.loss for micro_batch in reversed(self._micro_batches)]
 
-    def _run_lane(self, place: int) -> None:
-        lane = self._lanes[place]
-        lane.turn.acquire()
+    def _run_thread(self, place: int) -> None:
+        micro_batch = self._micro_batches[place]
+        micro_batch.turn.acquire()
         try:
             if not self._stops:
-                with self._surroundings.entered():
-                    self._resume(lane, None)
-                    lane.loss = self._forward(self._batches[lane.number])
-                    self._meet(lane, None)
-                    self._suspend(lane)
+                with self._thread_state.entered():
+                    self._resume(micro_batch, None)
+                    micro_batch.loss = self._forward(self._batches[micro_batch.number])
+                    self._check_same_unit(micro_batch, None)
+                    self._suspend(micro_batch)
         except _Ended:
             pass
         except BaseException as error:
             error.add_note(
-                f"raised in micro-batch {lane.number + 1} of {len(self._batches)} of {_HERE}"
+                f"raised in micro-batch {micro_batch.number + 1} of {len(self._batches)} of {_CALL}"
             )
-            self._error, self._stops = error, True
-        if self._stops or place == len(self._lanes) - 1:
+            self._error = error
+            self._stops = True
+        if self._stops or place == len(self._micro_batches) - 1:
             self._over.release()
         else:
-            self._hand_on(place + 1)
+            self._pass_turn(place + 1)
 
-    def _hand_on(self, place: int) -> None:
-        self._running = self._lanes[place % len(self._lanes)]
+    def _pass_turn(self, place: int) -> None:
+        self._running = self._micro_batches[place % len(self._micro_batches)]
         self._running.turn.release()
 
     # -- called by the engine
     @property
     def others_follow(self) -> bool:  # type: ignore[override]
         """Tell whether other micro-batches still have to run this unit."""
-        return not self._stops and self._running is not self._lanes[-1]
+        return not self._stops and self._running is not self._micro_batches[-1]
 
     def wait_for_others(self, unit: Unit) -> None:
         """Wait until the other micro-batches reach the unit that this one is about to run."""
-        lane = self._running
-        self._meet(lane, unit)
-        self._suspend(lane)
-        self._hand_on(self._lanes.index(lane) + 1)
-        lane.turn.acquire()
+        micro_batch = self._running
+        self._check_same_unit(micro_batch, unit)
+        self._suspend(micro_batch)
+        self._pass_turn(self._micro_batches.index(micro_batch) + 1)
+        micro_batch.turn.acquire()
         if self._stops:
-            self._go_on(lane.stack, self._pass)
+            self._set_calls(micro_batch.stack, self._pass)
             raise _Ended
-        self._resume(lane, unit)
+        self._resume(micro_batch, unit)
 
     def gather(self, schedule: Any, call: Call) -> bool:
         """Gather the unit for the round's first micro-batch; tell whether its backward is next."""
-        if self._running is self._lanes[0]:
+        if self._running is self._micro_batches[0]:
             self._backward_is_next = super().gather(schedule, call)
             self._peers = weakref.WeakSet[Call]()
         else:
@@ -329,54 +337,56 @@ class _InterleavedMicroBatches(SingleMicroBatch):
     def check_backward(self) -> None:
         """Raise StateError: a backward pass inside ``forward`` is not supported."""
         raise StateError(
-            f"backward() inside of the forward() of {_HERE}: return the loss there, and call "
+            f"backward() inside of the forward() of {_CALL}: return the loss there, and call "
             "backward() on what layer_by_layer returns"
         )
 
     # -- switching between micro-batches
-    def _meet(self, lane: _Lane, unit: Unit | None) -> None:
+    def _check_same_unit(self, micro_batch: _MicroBatch, unit: Unit | None) -> None:
         """Raise StateError if the micro-batches do not run the same units."""
         name = None if unit is None else unit.name or "(root)"
-        if lane is self._lanes[0]:
+        if micro_batch is self._micro_batches[0]:
             self._visited = name
         elif self._visited != name:
-
-            def told(found: str | None) -> str:
-                return "is through" if found is None else f"runs unit '{found}'"
-
+            first = self._micro_batches[0]
             raise StateError(
-                f"{_HERE}: micro-batch {lane.number + 1} {told(name)} where micro-batch "
-                f"{self._lanes[0].number + 1} {told(self._visited)}; all must run the same units "
-                "in the same order. Accumulate such micro-batches one by one"
+                f"{_CALL}: micro-batch {micro_batch.number + 1} {_describe_place(name)} where "
+                f"micro-batch {first.number + 1} {_describe_place(self._visited)}; all must run "
+                "the same units in the same order. Accumulate such micro-batches one by one"
             )
 
-    def _suspend(self, lane: _Lane) -> None:
-        lane.generators = Generators.of_caller(self._engine.comm.device)
+    def _suspend(self, micro_batch: _MicroBatch) -> None:
+        micro_batch.generators = Generators.of_caller(self._engine.comm.device)
         self._node = max(self._node, _next_node())
         if self._pass is not None:  # count a round as one visit
-            if lane is self._lanes[0]:
+            if micro_batch is self._micro_batches[0]:
                 self._num_recorded = len(self._pass.order)
             del self._pass.order[self._num_recorded :]
 
-    def _go_on(self, stack: list[Call], forward_pass: ForwardPass | None) -> None:
-        """Continue inside the calls of ``stack``; record later calls in ``forward_pass``."""
+    def _set_calls(self, stack: list[Call], forward_pass: ForwardPass | None) -> None:
+        """Set the running calls to ``stack``; record later calls in ``forward_pass``."""
         passes = self._engine.passes
-        passes.stack, passes.forward.current = stack, forward_pass
+        passes.stack = stack
+        passes.forward.current = forward_pass
 
-    def _resume(self, lane: _Lane, unit: Unit | None) -> None:
-        lane.generators.put()
+    def _resume(self, micro_batch: _MicroBatch, unit: Unit | None) -> None:
+        micro_batch.generators.restore()
         torch.clear_autocast_cache()  # of weights that another micro-batch has cast
         _count_to(self._node)
-        self._go_on(lane.stack, self._pass)
+        self._set_calls(micro_batch.stack, self._pass)
         if self._records:
-            entered = [call.unit for call in lane.stack]
+            entered = [call.unit for call in micro_batch.stack]
             self._leaves.change(entered if unit is None else [*entered, unit])
+
+
+def _describe_place(unit: str | None) -> str:
+    return "is through" if unit is None else f"runs unit '{unit}'"
 
 
 def _next_node() -> int:
     """Return the sequence number of this thread's next autograd node."""
-    found: int = torch.autograd._get_sequence_nr()
-    return found
+    number: int = torch.autograd._get_sequence_nr()
+    return number
 
 
 def _count_to(node: int) -> None:
@@ -412,7 +422,7 @@ class _Leaves:
             for param, _ in self._params[unit.index]:
                 param.show_leaf(param.new_leaf())
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Restore the original leaves in all layers."""
         for params in self._params.values():
             for param, leaf in params:

@@ -27,9 +27,9 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale the gradients so that their total norm is at most ``max_norm``.
 
-    Return the norm before, a plain tensor, the same on all ranks. torch's function of that name
-    takes DTensors of one mesh only (pytorch#180346). Here parameters may lie on any meshes, and be
-    DTensors, ShardTensors or plain tensors; plain tensors must be the same on all ranks.
+    Return the norm before the scaling, a plain tensor, the same on all ranks. torch's function of
+    that name takes DTensors of one mesh only (pytorch#180346). This one takes DTensors and
+    ShardTensors of any meshes, and plain tensors, which must be the same on all ranks.
     ``foreach`` has no effect. For a model on `Axes` with a pipeline it is the norm over all stages;
     ranks of all stages call it, each with all parameters of its stage, frozen or not.
 
@@ -45,20 +45,22 @@ def clip_grad_norm_(
     ties = ties_of(owners)
     for tie in ties:
         tie.sum_grads()
-    found = [_local(param.grad) for param in params]
-    grads = [grad for grad in found if grad is not None and grad.numel()]
+    local_grads = [_local(param.grad) for param in params]  # None or empty without a local part
+    grads = [grad for grad in local_grads if grad is not None and grad.numel()]
     order = float(norm_type)
-    norms = iter(torch._foreach_norm(grads, order)) if grads else iter(())
+    computed = iter(torch._foreach_norm(grads, order)) if grads else iter(())
     # One dtype on all ranks, with and without gradients, because norms are sent.
     dtype = reduce(torch.promote_types, [param.dtype for param in params])
     nothing = norm_of_nothing(order, dtype, params[0].device)
-    each = [next(norms) if grad is not None and grad.numel() else nothing for grad in found]
+    norms = [
+        next(computed) if grad is not None and grad.numel() else nothing for grad in local_grads
+    ]
     for place, owner in enumerate(owners if ties else ()):
         if owner is not None and owner.tie is not None and not owner.tie.counts(owner):
-            each[place] = nothing  # a tied copy; the first stage with a copy counts it
+            norms[place] = nothing  # a tied copy; the first stage with a copy counts it
     comms: dict[DeviceMesh, Comm] = {}
     kinds = [_kind(param, order, comms) for param in params]
-    partials = torch.stack([norm.to(nothing.device, dtype) for norm in each])
+    partials = torch.stack([norm.to(nothing.device, dtype) for norm in norms])
     total = LazyNorm.of(partials, *kinds).total(order)
     owner = next(filter(None, owners), None)
     if owner is not None and (stages := owner.unit.comm.axes.stages) is not None:
@@ -71,9 +73,9 @@ def clip_grad_norm_(
         )
     if owner is not None and (recorder := owner.unit.comm.tracer.detailed) is not None:
         recorder.see_norm(total, max_norm)
-    by = (max_norm / (total + 1e-6)).clamp(max=1.0)  # torch's formula, and its epsilon
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # torch's formula, and its epsilon
     for device in {grad.device for grad in grads}:
-        torch._foreach_mul_([g for g in grads if g.device == device], by.to(device))
+        torch._foreach_mul_([g for g in grads if g.device == device], factor.to(device))
     return total
 
 
@@ -90,7 +92,8 @@ def _kind(param: torch.Tensor, order: float, comms: dict[DeviceMesh, Comm]) -> N
         return NormKind.of(order, param._cut)
     if not isinstance(param, DTensor):
         return NormKind(order, None, ())
-    mesh, owner = param.device_mesh, owner_of(param)
+    mesh = param.device_mesh
+    owner = owner_of(param)
     placed = zip(axes_of_mesh(mesh), param.placements, strict=True)
     axes = [axis for axis, at in placed if not at.is_replicate()]
     if not axes:

@@ -1,6 +1,6 @@
 """Context parallelism: each rank computes part of every sequence.
 
-Note [Attention is found where it is called]
+Note [Attention is replaced during a cut]
 All layers of a decoder except attention see one token at a time. While a sequence is cut, a
 function of ours replaces `torch.nn.functional.scaled_dot_product_attention`. Calls with queries and
 keys of this rank's part are computed over the whole sequence, in any module. The end of the cut
@@ -27,7 +27,7 @@ from shardwise.engine.api import find_engine
 from shardwise.errors import ConfigError
 from shardwise.mesh import axis_of
 from shardwise.parallel.attention import AttentionCall, Method, attend
-from shardwise.parallel.sequences import SequenceCut, Span, cut_of
+from shardwise.parallel.sequences import SequenceCut, TokenSpan, cut_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _ATTENTION = "scaled_dot_product_attention"
 _TORCHS = F.scaled_dot_product_attention
-_OURS = "computes_parts"  # marks our function, as other libraries replace torch's too
+_MARK = "computes_parts"  # marks our function, as other libraries replace torch's too
 
 
 class ContextParallel:
@@ -56,9 +56,11 @@ class ContextParallel:
             )
         if isinstance(axes, DeviceMesh) and "cp" not in (axes.mesh_dim_names or ()):
             raise ConfigError(f"mesh: its axes {axes.mesh_dim_names} name no 'cp'")
-        self.model, self.method = model, method
-        self._function = torch.compiler.disable(self._over_parts)  # one: compiled code guards it
-        setattr(self._function, _OURS, True)
+        self.model = model
+        self.method = method
+        # The same object in all cuts, because compiled code has a guard on it.
+        self._function = torch.compiler.disable(self._over_parts)
+        setattr(self._function, _MARK, True)
         self.exchange = Exchange(axis_of(axes["cp"], 0, "cp"), "(sequence)")
         # On the module, so that stats() finds it; all contexts of a model share its traffic.
         first = model.__dict__.setdefault("context_exchange", self.exchange)
@@ -94,11 +96,12 @@ class ContextParallel:
         if cut.num_ranks == 1:
             parts = tensors
         else:
-            parts = tuple(each.index_select(dim, places) for each in tensors)
+            parts = tuple(tensor.index_select(dim, places) for tensor in tensors)
         if cut.num_ranks == 1 and len(cut.documents) == 1:
             yield (*parts, positions)
             return
-        self._current, self._seen = cut, False
+        self._current = cut
+        self._seen = False  # no attention over parts was computed yet
         with mock.patch.object(F, _ATTENTION, self._function):
             yield (*parts, positions)
         if not self._seen and len(places):
@@ -111,15 +114,17 @@ class ContextParallel:
     def _over_parts(self, *args: Any, **kwargs: Any) -> Tensor:
         """Compute attention instead of torch's function, which is restored during the call."""
         call = AttentionCall(*args, **kwargs)
-        cut, queries, keys = self._current, call.query.shape[-2], call.key.shape[-2]
-        here = cut.counts[self.exchange.axis.rank]
+        cut = self._current
+        queries = call.query.shape[-2]
+        keys = call.key.shape[-2]
+        local_tokens = cut.counts[self.exchange.axis.rank]
         with mock.patch.object(F, _ATTENTION, _TORCHS):
-            if {queries, keys} != {here}:
-                if queries == here and keys in cut.counts:
+            if {queries, keys} != {local_tokens}:
+                if queries == local_tokens and keys in cut.counts:
                     raise ConfigError(
-                        f"attention: from {here} tokens, this rank's part, to {keys} keys, as many "
-                        "as another rank's part has: that rank would take them for its part. Give "
-                        "the keys another length (one more that a mask hides)"
+                        f"attention: from {local_tokens} tokens, this rank's part, to {keys} keys, "
+                        "as many as another rank's part has: that rank would take them for its "
+                        "part. Give the keys another length (one more that a mask hides)"
                     )
                 return _TORCHS(*args, **kwargs)  # other inputs: an image, or a whole sequence
             self._seen = True
@@ -129,8 +134,8 @@ class ContextParallel:
         self, tensors: Sequence[Tensor], dim: int, documents: Sequence[int] | None
     ) -> SequenceCut:
         if not tensors:
-            raise ConfigError("cut(): give it the tensors that have a sequence, such as token ids")
-        lengths = [each.shape[dim] for each in tensors]
+            raise ConfigError("cut(): expected the tensors that have a sequence, such as token ids")
+        lengths = [tensor.shape[dim] for tensor in tensors]
         if len(set(lengths)) > 1:
             raise ConfigError(
                 f"cut(): along dim {dim} the tensors have {lengths} tokens, not one number"
@@ -151,14 +156,14 @@ class ContextParallel:
 
 def is_cut() -> bool:
     """Return True inside a `ContextParallel.cut`."""
-    return hasattr(F.scaled_dot_product_attention, _OURS)
+    return hasattr(F.scaled_dot_product_attention, _MARK)
 
 
-def _places(spans: Sequence[Span], device: torch.device) -> tuple[Tensor, Tensor]:
+def _places(spans: Sequence[TokenSpan], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return each token's position in the whole sequence, and its document's first position."""
     numbers = [(span.lo, span.hi - span.lo, span.document) for span in spans]
     first, lengths, documents = torch.tensor(numbers, dtype=torch.int64).view(-1, 3).unbind(1)
-    here = lengths.cumsum(0)
-    left_out = (first - here + lengths).repeat_interleave(lengths)
-    places = torch.arange(len(left_out)) + left_out
+    ends = lengths.cumsum(0)  # of each span, in the rank's order
+    skipped = (first - ends + lengths).repeat_interleave(lengths)  # tokens of other ranks before
+    places = torch.arange(len(skipped)) + skipped
     return places.to(device), documents.repeat_interleave(lengths).to(device)

@@ -55,42 +55,47 @@ def at_experts(
     (D' elements); as much in backward; 8 bytes for each expert of another rank. The host waits
     once, for the numbers of rows.
     """
-    num_tokens, replicas = len(x), None if exchange is None else exchange.replicas
-    if replicas is not None:
-        x, chosen = replicas.part(x), replicas.part(chosen)
-        weights = None if weights is None else replicas.part(weights)
+    num_tokens = len(x)
+    same_tokens = None if exchange is None else exchange.alike  # over the ranks of one ``tp`` group
+    if same_tokens is not None:
+        x = same_tokens.part(x)
+        chosen = same_tokens.part(chosen)
+        weights = None if weights is None else same_tokens.part(weights)
     order = chosen.flatten().argsort(stable=True)
     inverse = order.argsort()
-    rows: Tensor = _Picked.apply(x, order // chosen.shape[1], inverse)
+    rows: Tensor = _ReorderedRows.apply(x, order // chosen.shape[1], inverse)
     counts = load_of(chosen, num)
     if exchange is None or exchange.axis.size == 1:
-        made = compute(rows, counts.tolist())
+        outputs = compute(rows, counts.tolist())
     else:
-        made = _away(rows, counts.view(exchange.axis.size, -1), exchange, compute)
-    picked: Tensor = _Picked.apply(made, inverse, order)
-    back = picked.unflatten(0, chosen.shape)
+        outputs = _on_all_ranks(rows, counts.view(exchange.axis.size, -1), exchange, compute)
+    reordered: Tensor = _ReorderedRows.apply(outputs, inverse, order)
+    result = reordered.unflatten(0, chosen.shape)
     if weights is not None:
-        back = (back * weights.unsqueeze(-1).to(back.dtype)).sum(1)
-    return back if replicas is None else replicas.whole(back, num_tokens)
+        result = (result * weights.unsqueeze(-1).to(result.dtype)).sum(1)
+    return result if same_tokens is None else same_tokens.whole(result, num_tokens)
 
 
-def _away(rows: Tensor, counts: Tensor, exchange: Exchange, compute: Compute) -> Tensor:
+def _on_all_ranks(rows: Tensor, counts: Tensor, exchange: Exchange, compute: Compute) -> Tensor:
     """Compute on the experts of all ranks; ``counts`` are rows [ranks, experts of a rank]."""
-    ranks, here = counts.shape
-    arriving = exchange.all_to_all(counts, [1] * ranks, [1] * ranks)
-    known = torch.cat([counts.sum(1), arriving.sum(1), arriving.sum(0)]).tolist()  # one wait
-    sent, received, per_expert = known[:ranks], known[ranks : 2 * ranks], known[2 * ranks :]
-    arrived = exchange.all_to_all(rows, sent, received)
-    # Rows arrive sorted by rank and then by expert; `compute` needs them by expert.
-    experts = torch.arange(here, device=rows.device).repeat(ranks)
-    of_rows = experts.repeat_interleave(arriving.flatten(), output_size=sum(received))
-    order = of_rows.argsort(stable=True)
+    ranks, local_experts = counts.shape
+    received_counts = exchange.all_to_all(counts, [1] * ranks, [1] * ranks)
+    totals = [counts.sum(1), received_counts.sum(1), received_counts.sum(0)]
+    numbers = torch.cat(totals).tolist()  # the host waits once
+    sent = numbers[:ranks]
+    received = numbers[ranks : 2 * ranks]
+    per_expert = numbers[2 * ranks :]
+    received_rows = exchange.all_to_all(rows, sent, received)
+    # The rows are sorted by rank and then by expert; `compute` needs them by expert.
+    experts = torch.arange(local_experts, device=rows.device).repeat(ranks)
+    expert_of_row = experts.repeat_interleave(received_counts.flatten(), output_size=sum(received))
+    order = expert_of_row.argsort(stable=True)
     inverse = order.argsort()
-    made = compute(_Picked.apply(arrived, order, inverse), per_expert)
-    return exchange.all_to_all(_Picked.apply(made, inverse, order), received, sent)
+    outputs = compute(_ReorderedRows.apply(received_rows, order, inverse), per_expert)
+    return exchange.all_to_all(_ReorderedRows.apply(outputs, inverse, order), received, sent)
 
 
-class _Picked(torch.autograd.Function):
+class _ReorderedRows(torch.autograd.Function):
     """Rows in another order, each k times; the gradient is summed in a fixed order.
 
     ``inverse[i]`` is a new position of row i // k.
@@ -106,10 +111,10 @@ class _Picked(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (inverse,) = ctx.saved_tensors
-        found = grad[inverse]
-        if len(found) == ctx.num_rows:
-            return found, None, None
-        return found.unflatten(0, (ctx.num_rows, -1)).sum(1), None, None
+        row_grads = grad[inverse]
+        if len(row_grads) == ctx.num_rows:
+            return row_grads, None, None
+        return row_grads.unflatten(0, (ctx.num_rows, -1)).sum(1), None, None
 
 
 class RoutedExperts(nn.Module):
@@ -125,7 +130,9 @@ class RoutedExperts(nn.Module):
         self, num: int, dim: int, width: int, std: float = 0.02, out_std: float = 0.02
     ) -> None:
         super().__init__()
-        self.num, self.std, self.out_std = num, std, out_std
+        self.num = num
+        self.std = std
+        self.out_std = out_std
         self.gate = nn.Parameter(torch.empty(num, width, dim))
         self.up = nn.Parameter(torch.empty(num, width, dim))
         self.down = nn.Parameter(torch.empty(num, dim, width))
@@ -144,11 +151,11 @@ class RoutedExperts(nn.Module):
     def _compute(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         # unbind: its gradient is one stack, with zeros for experts without rows.
         stacks = [local_of(w).unbind() for w in (self.gate, self.up, self.down)]
-        made = [
+        outputs = [
             F.linear(F.silu(F.linear(part, gate)) * F.linear(part, up), down)
             for part, gate, up, down in zip(rows.split(list(counts)), *stacks, strict=True)
         ]
-        return torch.cat(made)
+        return torch.cat(outputs)
 
 
 class MixtureOfExperts(nn.Module):
@@ -205,17 +212,19 @@ def spread_experts(
     ``ep`` does not divide.
     """
     over_ep = axes["ep"]
-    num_ranks, names = over_ep.size(), [experts] if isinstance(experts, str) else list(experts)
-    found = _named(model, names, may_lack=axes.pp > 1) if num_ranks > 1 else {}
-    params = _checked(found, num_ranks)
+    num_ranks = over_ep.size()
+    names = [experts] if isinstance(experts, str) else list(experts)
+    named = _named(model, names, may_lack=axes.pp > 1) if num_ranks > 1 else {}
+    params = _checked(named, num_ranks)
     for module, key, param in params:
         placed = distribute_tensor(param.detach(), over_ep, [Shard(0)], src_data_rank=None)
         module._parameters[key] = nn.Parameter(placed, requires_grad=param.requires_grad)
-    for module in found.values():
-        for each in module.modules():
-            if getattr(type(each), "exchange", 0) is None:
-                replicas = _exchange(axes, "tp", "(tokens)")
-                each.exchange = _exchange(axes, "ep", "(experts)", replicas)  # type: ignore[assignment]
+    for expert_module in named.values():
+        for module in expert_module.modules():
+            if getattr(type(module), "exchange", 0) is None:
+                same_tokens = _exchange(axes, "tp", "(tokens)")
+                exchange = _exchange(axes, "ep", "(experts)", same_tokens)
+                module.exchange = exchange  # type: ignore[assignment]
     for module in model.modules():
         if isinstance(module, Router):
             module.exchange = _exchange(axes, "loss", "(load)")
@@ -223,29 +232,29 @@ def spread_experts(
 
 
 def _exchange(
-    axes: Axes, name: str, what: str, replicas: Exchange | None = None
+    axes: Axes, name: str, content: str, same_tokens: Exchange | None = None
 ) -> Exchange | None:
     """Return an exchange over an axis, or None for one rank."""
     mesh = axes[name]
-    return Exchange(axis_of(mesh, 0, name), what, replicas) if mesh.size() > 1 else None
+    return Exchange(axis_of(mesh, 0, name), content, same_tokens) if mesh.size() > 1 else None
 
 
 def _named(model: nn.Module, names: Sequence[str], may_lack: bool) -> dict[str, nn.Module]:
     """Return the named modules; with ``may_lack`` a name may match nothing, as on a stage."""
-    found: dict[str, nn.Module] = {}
+    named: dict[str, nn.Module] = {}
     for name in names:
         fitting = {path: m for path, m in model.named_modules() if fnmatchcase(path, name)}
         if not may_lack and not any(True for m in fitting.values() for _ in m.parameters()):
             raise ConfigError(f"experts: '{name}' is the name of no module that has parameters")
-        found |= fitting
-    return found
+        named |= fitting
+    return named
 
 
 def _checked(
     modules: dict[str, nn.Module], num_ranks: int
 ) -> list[tuple[nn.Module, str, nn.Parameter]]:
     """Return each parameter once, with its owner."""
-    found: dict[tuple[int, str], tuple[nn.Module, str, nn.Parameter]] = {}
+    params: dict[tuple[int, str], tuple[nn.Module, str, nn.Parameter]] = {}
     for path, module in modules.items():
         for inner, owner in module.named_modules():
             for key, param in owner._parameters.items():
@@ -253,8 +262,8 @@ def _checked(
                     continue
                 name = ".".join(part for part in (path, inner, key) if part)
                 _check(name, param, num_ranks)
-                found[id(owner), key] = owner, key, param
-    return list(found.values())
+                params[id(owner), key] = owner, key, param
+    return list(params.values())
 
 
 def _check(name: str, param: nn.Parameter, num_ranks: int) -> None:

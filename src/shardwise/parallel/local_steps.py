@@ -1,10 +1,10 @@
-"""Replicas that step apart and synchronise every few steps: local SGD and DiLoCo.
+"""Replicas that step separately and synchronise every few steps: local SGD and DiLoCo.
 
 Note [Steps of replicas]
 ~~~~~~~~~~~~~~~~~~~~~~~~
 Each replica (one row of the mesh (replicate, shard)) trains by itself: its gradients are means over
-its own ranks, and nothing crosses the replicate axis between synchronisations. Every ``every``
-steps the parameters are brought together, in one of two ways:
+its ranks, and nothing crosses the replicate axis between synchronisations. Every ``every``
+steps the parameters are made equal, in one of two ways:
 
 - "average": each parameter becomes its mean over the replicas. Nothing is kept for it.
 - `Outer`: every rank keeps the parameters of the last synchronisation, the *anchor*, in float32.
@@ -14,8 +14,8 @@ steps the parameters are brought together, in one of two ways:
 The optimizer of the inner steps keeps its state, which differs between replicas. Anchor and
 momentum are cut as the parameters are: each rank has those of its slices, at stage 0 of all.
 
-With ``streams`` the units form that many groups. Each group is synchronised every ``every`` steps,
-but at other steps than the others, so that the largest message is so many times smaller.
+With ``streams`` the units form that many groups. Each group is synchronised every ``every`` steps.
+The groups do it at different steps, so that the largest message is so many times smaller.
 
 All arithmetic is elementwise, in float32 (float64 for float64 parameters), and sums run in rank
 order, so a run has the bits of a plain program with the same loop, on any shards.
@@ -45,7 +45,7 @@ from shardwise.unit.unit import Unit
 
 
 class LocalSteps:
-    """Let the replicas of a sharded model step apart, and synchronise them every few steps.
+    """Let the replicas of a sharded model step separately; synchronise them every few steps.
 
     Call `step` after each ``optimizer.step()``, on all ranks::
 
@@ -77,7 +77,8 @@ class LocalSteps:
     def __init__(
         self, model: Model, *, every: int, outer: Outer | OuterName = "average", streams: int = 1
     ) -> None:
-        self._parts = parts = Parts(model)
+        parts = Parts(model)
+        self._parts = parts
         self.num_steps = 0
         self._groups: list[list[UnitSlices]] = []
         refusal = None
@@ -100,7 +101,7 @@ class LocalSteps:
         for engine in parts.engines:
             engine.status.local_steps = self
         slices = [UnitSlices(unit, self.outer) for unit in parts.units]
-        slices = [each for each in slices if each.params]
+        slices = [unit_slices for unit_slices in slices if unit_slices.params]
         axis = parts.comm.axes.replicate
         assert axis is not None
         self._axis = axis
@@ -117,14 +118,14 @@ class LocalSteps:
         if without:
             raise ConfigError(
                 f"LocalSteps(): unit '{without[0].name or '(root)'}' has no replicate axis, so "
-                "there are no replicas that could step apart. Give shard() a mesh with one: "
+                "there are no replicas to step separately. Give shard() a mesh with one: "
                 "mesh=shardwise.Axes(dp_replicate=2), or "
                 "init_device_mesh(device, (2, shards), mesh_dim_names=('replicate', 'shard'))"
             )
         if parts.has_stages:
             raise ConfigError(
-                "LocalSteps(): this model is a stage of a pipeline, and replicas of pipelines do "
-                "not step apart; take pp=1"
+                "LocalSteps(): this model is a stage of a pipeline, whose replicas cannot step "
+                "separately; take pp=1"
             )
         if parts.is_in_window or parts.suspended:
             raise ConfigError(
@@ -190,9 +191,10 @@ class LocalSteps:
             self._synchronize(due)
 
     def synchronize(self) -> None:
-        """Synchronise now all groups of units that have stepped since they were. All ranks call it.
+        """Synchronise all groups that have stepped since their last synchronisation.
 
-        Before evaluation, an export, or the end of a run: then all replicas have one model.
+        All ranks call it, before evaluation, an export, or the end of a run. Then all replicas have
+        the same parameters.
         """
         self._check_moment("LocalSteps.synchronize()")
         due = [n for n in range(self.streams) if self.num_synced[n] < self.num_steps]
@@ -258,10 +260,11 @@ class LocalSteps:
         return 0 if self.outer is None else 1 + bool(self.outer.momentum)
 
     def restore(self, num_steps: int, num_synced: Sequence[int]) -> None:
-        """Take the counts of a checkpoint; with other ``streams``, all groups are synchronised."""
-        self.num_steps, self._steps_seen = num_steps, self._optimizer_steps
-        is_alike = len(num_synced) == self.streams
-        self.num_synced = list(num_synced) if is_alike else [num_steps] * self.streams
+        """Set the counts of a checkpoint; with other ``streams``, all groups are synchronised."""
+        self.num_steps = num_steps
+        self._steps_seen = self._optimizer_steps
+        has_same_groups = len(num_synced) == self.streams
+        self.num_synced = list(num_synced) if has_same_groups else [num_steps] * self.streams
 
     # -- figures
     @property
@@ -299,14 +302,16 @@ class UnitSlices:
     """
 
     def __init__(self, unit: Unit, outer: Outer | None) -> None:
-        self.unit, self.params, self._outer = unit, trained_of(unit), outer
+        self.unit = unit
+        self.params = trained_of(unit)
+        self._outer = outer
         self.anchor: torch.Tensor | None = None
         self.momentum: _Momentum | None = None
         self.begin()
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Begin anew from the present parameters, without momentum."""
+        """Set the anchor to the current parameters, and the momentum to zero."""
         if self._outer is None or not self.params:
             return
         self.anchor = self._values(self._home)
@@ -321,9 +326,9 @@ class UnitSlices:
         """Return a flat copy of the slices on ``device``, in float32 or wider."""
         slices = [local_of(param).reshape(-1) for param in self.params]
         dtype = torch.float32
-        for each in slices:
-            dtype = torch.promote_types(dtype, each.dtype)
-        return torch.cat([each.to(device, dtype) for each in slices])
+        for values in slices:
+            dtype = torch.promote_types(dtype, values.dtype)
+        return torch.cat([values.to(device, dtype) for values in slices])
 
     def check_trained(self) -> None:
         """Raise StateError for a parameter that was frozen at the start and is trained now."""
@@ -332,11 +337,11 @@ class UnitSlices:
             if id(param) not in known:
                 raise StateError(
                     f"LocalSteps: parameter '{param.name}' is trained now and was frozen when "
-                    "LocalSteps was made, so replicas differ in it; thaw it before"
+                    "LocalSteps was made, so replicas differ in it; train it from the start"
                 )
 
     def synchronize(self) -> None:
-        """Bring the replicas' parameters together. **Cost** three copies of the slices."""
+        """Make the replicas' parameters equal. **Cost** three copies of the slices."""
         device = self.unit.comm.device
         values = self._values(device)
         if self._outer is None:
@@ -355,23 +360,24 @@ class UnitSlices:
 
     def _mean(self, values: torch.Tensor) -> torch.Tensor:
         """Return the mean over replicas. At stage 0 each rank of a replica sends its share only."""
-        comm, unit = self.unit.comm, self.unit
+        unit = self.unit
+        comm = unit.comm
         if unit.settings.stage.shards_state or comm.axes.shard.size == 1:
             return self._mean_of_share(values)
         axis = comm.axes.shard
-        segment = even_segment(values.numel(), axis.size)
-        share, num = segment.shard_numel, axis.size
-        padded = values.new_zeros(share * num)
+        share = even_segment(values.numel(), axis.size).shard_numel
+        padded = values.new_zeros(share * axis.size)
         padded[: values.numel()].copy_(values)
         mine = padded[axis.rank * share :][:share]
         mine.copy_(self._mean_of_share(mine))
-        item = GatherItem(even_segment(padded.numel(), num), mine, padded, True)
+        item = GatherItem(even_segment(padded.numel(), axis.size), mine, padded, True)
         collective = comm.collective_id("all_gather", unit.name, unit.index)
         comm.start_all_gather([item], axis, collective).wait()
         return padded[: values.numel()]
 
     def _mean_of_share(self, values: torch.Tensor) -> torch.Tensor:
-        comm, unit = self.unit.comm, self.unit
+        unit = self.unit
+        comm = unit.comm
         axis = comm.axes.replicate
         assert axis is not None
         if not values.numel():
@@ -386,10 +392,10 @@ class UnitSlices:
 
     def flats(self) -> dict[str, torch.Tensor]:
         """Return the outer state by key, flat; decoded momentum is a copy."""
-        found = {} if self.anchor is None else {"anchor": self.anchor}
+        state = {} if self.anchor is None else {"anchor": self.anchor}
         if self.momentum is not None:
-            found["momentum"] = self.momentum.read(self._home, copy=False)
-        return found
+            state["momentum"] = self.momentum.read(self._home, copy=False)
+        return state
 
     def split(self, flat: torch.Tensor) -> Iterator[tuple[ShardedParam, torch.Tensor]]:
         """Yield each parameter with its part of a flat tensor, in its slice's shape."""
@@ -397,17 +403,17 @@ class UnitSlices:
         for param, part in zip(self.params, parts, strict=True):
             yield param, part.view(local_of(param).shape)
 
-    def take(self, flats: Mapping[str, torch.Tensor]) -> None:
-        """Take `flats` that were written."""
+    def finish_load(self, flats: Mapping[str, torch.Tensor]) -> None:
+        """Encode the momentum from `flats`, into which a checkpoint was loaded."""
         if self.momentum is not None:
             self.momentum.write(flats["momentum"])
 
     def _write(self, values: torch.Tensor) -> None:
         """Write new values into the slices; full copies become stale."""
         slices = [local_of(param) for param in self.params]
-        parts = values.split([each.numel() for each in slices])
-        for each, part in zip(slices, parts, strict=True):
-            each.copy_(part.view(each.shape))
+        parts = values.split([local.numel() for local in slices])
+        for local, part in zip(slices, parts, strict=True):
+            local.copy_(part.view(local.shape))
         if self.unit.settings.full_between_calls:
             self.unit.reshard()
 
@@ -422,7 +428,8 @@ class _Momentum:
     """The momentum of a flat tensor, in its dtype or in codes of 8 bits."""
 
     def __init__(self, like: torch.Tensor, format: StateFormat) -> None:
-        self._like, self._format = like.new_empty(0), format
+        self._like = like.new_empty(0)  # has the dtype
+        self._format = format
         self._numel = like.numel()
         self._tensors: tuple[torch.Tensor, ...] = (torch.zeros_like(like),)
         if format == "int8":
@@ -448,11 +455,11 @@ class _Momentum:
         codes, scales = self._tensors
         padded = torch.zeros(codes.numel(), dtype=torch.float32, device=values.device)
         padded[: self._numel].copy_(values)
-        made = torch.empty_like(codes, device=values.device)
-        found = torch.empty_like(scales, device=values.device)
-        encode(padded, True, made, found, Scratch())
-        codes.copy_(made)
-        scales.copy_(found)
+        new_codes = torch.empty_like(codes, device=values.device)
+        new_scales = torch.empty_like(scales, device=values.device)
+        encode(padded, True, new_codes, new_scales, Scratch())
+        codes.copy_(new_codes)
+        scales.copy_(new_scales)
 
     @property
     def nbytes(self) -> int:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _TOKENS = 2  # the dim of tokens in [B, H, t, E]
 _ATEN = torch.ops.aten
 # Further outputs of the GPU's flash kernel for its backward, in order; the CPU's lacks them.
-_HANDED_ON = ("cum_seq_q", "cum_seq_k", "max_q", "max_k", "philox_seed", "philox_offset")
+_FLASH_OUTPUTS = ("cum_seq_q", "cum_seq_k", "max_q", "max_k", "philox_seed", "philox_offset")
 
 
 def check_ring(cut: SequenceCut, is_causal: bool, has_mask: bool, dropout_p: float) -> None:
@@ -38,8 +38,8 @@ def check_ring(cut: SequenceCut, is_causal: bool, has_mask: bool, dropout_p: flo
         "documents are packed": len(cut.documents) > 1,
         f"2 x cp = {chunks} does not divide the {cut.length} tokens": bool(cut.length % chunks),
     }
-    for why, is_so in wrong.items():
-        if is_so:
+    for why, is_wrong in wrong.items():
+        if is_wrong:
             raise ConfigError(
                 f"context parallelism by ring: {why}, which torch's ring attention does not "
                 "compute; choose method='gather'"
@@ -58,7 +58,8 @@ def by_ring(
     """
     times = query.shape[1] // key.shape[1]
     if times > 1:
-        key, value = key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
+        key = key.repeat_interleave(times, dim=1)
+        value = value.repeat_interleave(times, dim=1)
     mixed: Tensor = _Ring.apply(query.contiguous(), key, value, scale, exchange)
     return mixed
 
@@ -71,7 +72,7 @@ class _Ring(torch.autograd.Function):
         from torch.distributed.tensor.experimental._context_parallel import _attention
 
         exchange.count("ring", (key.nbytes + value.nbytes) * (exchange.axis.size - 1))
-        mixed, sums, *rest = _attention._templated_ring_attention(
+        mixed, sums, *flash_outputs = _attention._templated_ring_attention(
             exchange.axis.group,
             _TOKENS,
             _forward_of(query),
@@ -83,7 +84,9 @@ class _Ring(torch.autograd.Function):
             scale=scale,
         )
         ctx.save_for_backward(query, key, value, mixed, sums)
-        ctx.rest, ctx.scale, ctx.exchange = rest, scale, exchange
+        ctx.flash_outputs = flash_outputs
+        ctx.scale = scale
+        ctx.exchange = exchange
         return mixed
 
     @staticmethod
@@ -109,7 +112,7 @@ class _Ring(torch.autograd.Function):
             is_causal=True,
             dropout_p=0.0,
             scale=ctx.scale,
-            **dict(zip(_HANDED_ON, ctx.rest, strict=False)),
+            **dict(zip(_FLASH_OUTPUTS, ctx.flash_outputs, strict=False)),
         )
         return (*grads[:3], None, None)
 

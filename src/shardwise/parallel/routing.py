@@ -73,7 +73,8 @@ class Router(nn.Module):
 
     def __init__(self, dim: int, routing: Routing, std: float = 0.02) -> None:
         super().__init__()
-        self.routing, self.std = routing, std
+        self.routing = routing
+        self.std = std
         self.weight = nn.Parameter(torch.empty(routing.num, dim))
         if routing.biased:
             self.register_buffer("bias", torch.empty(routing.num, dtype=torch.float32))
@@ -95,29 +96,30 @@ class Router(nn.Module):
         **Shapes** x [n, D] -> fp32 [n, k], int64 [n, k], fp32 [].
         **Cost** with the loss, one all-reduce of E numbers.
         """
-        how = self.routing
+        routing = self.routing
         logits = F.linear(x.float(), self.weight.float())
-        scores = logits.softmax(dim=-1) if how.scoring == "softmax" else logits.sigmoid()
-        wanted = scores.detach() + self.bias if how.biased else scores.detach()
-        chosen = wanted.topk(how.top_k, dim=-1).indices
+        scores = logits.softmax(dim=-1) if routing.scoring == "softmax" else logits.sigmoid()
+        wanted = scores.detach() + self.bias if routing.biased else scores.detach()
+        chosen = wanted.topk(routing.top_k, dim=-1).indices
         weights = scores.gather(-1, chosen)
-        if how.normalized:
+        if routing.normalized:
             weights = weights / weights.sum(dim=-1, keepdim=True).clamp_min(1e-20)
         balance = scores.new_zeros(())
-        if self.training and (how.balanced or how.biased):
-            load = load_of(chosen, how.num)
-            if how.biased and not in_backward():  # forward has counted a recomputed pass
+        if self.training and (routing.balanced or routing.biased):
+            load = load_of(chosen, routing.num)
+            if routing.biased and not in_backward():  # forward has counted a recomputed pass
                 self.load += load
-            if how.balanced:
+            if routing.balanced:
                 balance = self._balance(scores, load)
-        return weights * how.scale, chosen, balance
+        return weights * routing.scale, chosen, balance
 
     def _balance(self, scores: Tensor, load: Tensor) -> Tensor:
         """Return the loss of this rank's tokens, times the number of ranks."""
         shares = scores if self.routing.scoring == "softmax" else scores / scores.sum(-1, True)
         ranks = 1
         if self.exchange is not None:
-            load, ranks = self.exchange.total(load), self.exchange.axis.size
+            load = self.exchange.total(load)
+            ranks = self.exchange.axis.size
         tokens = (load.sum() / self.routing.top_k).clamp_min(1)
         sent = load / tokens
         return sent.dot(shares.sum(0)) * (self.routing.num * ranks / tokens)
@@ -149,7 +151,7 @@ def balance_experts(model: nn.Module, rate: float = 1e-3) -> None:
         loads = exchange.total(loads)
     elif (engine := find_engine(model)) is not None and engine.comm.axes.num_ranks > 1:
         raise ConfigError(
-            "experts: balance_experts() on several ranks, and the routers know of none: call "
+            "experts: balance_experts() on several ranks, and the routers have no exchange: call "
             "spread_experts(model, axes) before the model is sharded"
         )
     for router, load in zip(routers, loads.split([r.routing.num for r in routers]), strict=True):

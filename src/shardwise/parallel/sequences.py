@@ -17,7 +17,7 @@ from shardwise.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Span:
+class TokenSpan:
     """Tokens [lo, hi) of the whole sequence, of the document that starts at ``document``."""
 
     lo: int
@@ -47,16 +47,16 @@ class SequenceCut:
         return sum(self.documents)
 
     @cached_property
-    def spans(self) -> tuple[tuple[Span, ...], ...]:
+    def spans(self) -> tuple[tuple[TokenSpan, ...], ...]:
         """The spans of each rank; see Note [Head and tail]."""
         if self.num_ranks == 1:
-            return (tuple(Span(lo, hi, lo) for lo, hi in self._bounds),)
-        spans: list[list[Span]] = [[] for _ in range(self.num_ranks)]
+            return (tuple(TokenSpan(lo, hi, lo) for lo, hi in self._bounds),)
+        spans: list[list[TokenSpan]] = [[] for _ in range(self.num_ranks)]
         tokens = [0] * self.num_ranks
         for start, stop in self._bounds:
-            each, left = divmod(stop - start, 2 * self.num_ranks)
-            lengths = [each] * 2 * self.num_ranks
-            for chunk in self._poorest(tokens, left):
+            chunk_length, num_left = divmod(stop - start, 2 * self.num_ranks)
+            lengths = [chunk_length] * 2 * self.num_ranks
+            for chunk in self._chunks_to_extend(tokens, num_left):
                 lengths[chunk] += 1
             lo = start
             for chunk, length in enumerate(lengths):
@@ -64,9 +64,11 @@ class SequenceCut:
                 tokens[rank] += length
                 mine = spans[rank]
                 if length and mine and mine[-1].hi == lo and mine[-1].document == start:
-                    mine[-1] = Span(mine[-1].lo, lo + length, start)  # last rank's middle chunks
+                    mine[-1] = TokenSpan(
+                        mine[-1].lo, lo + length, start
+                    )  # last rank's middle chunks
                 elif length:
-                    mine.append(Span(lo, lo + length, start))
+                    mine.append(TokenSpan(lo, lo + length, start))
                 lo += length
         return tuple(map(tuple, spans))
 
@@ -80,7 +82,7 @@ class SequenceCut:
         return tuple(sum(span.hi - span.lo for span in mine) for mine in self.spans)
 
     @cached_property
-    def alone(self) -> "SequenceCut":
+    def on_one_rank(self) -> "SequenceCut":
         """The same sequence on one rank."""
         return SequenceCut(self.documents, 1)
 
@@ -91,11 +93,11 @@ class SequenceCut:
     def _rank_of(self, chunk: int) -> int:
         return min(chunk, 2 * self.num_ranks - 1 - chunk)
 
-    def _poorest(self, tokens: Sequence[int], count: int) -> list[int]:
+    def _chunks_to_extend(self, tokens: Sequence[int], count: int) -> list[int]:
         """Return the chunks that get one more token: those of the ranks with the fewest tokens."""
         places = [(tokens[rank], rank, rank) for rank in range(self.num_ranks)]
         places += [
-            (held + 1, rank, 2 * self.num_ranks - 1 - rank) for held, rank, _ in list(places)
+            (count + 1, rank, 2 * self.num_ranks - 1 - rank) for count, rank, _ in list(places)
         ]
         return [chunk for _, _, chunk in sorted(places)[:count]]
 

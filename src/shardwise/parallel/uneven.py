@@ -33,7 +33,8 @@ def mean_loss(
     If no rank has a token, the loss is 0.
     """
     engine = engine_of(model)
-    comm, sums = engine.comm, engine.units[0].grads.sum_settings
+    comm = engine.comm
+    sums = engine.units[0].grads.sum_settings
     count = torch.as_tensor(num_tokens, dtype=torch.float64, device=comm.device).reshape(1)
     for axis in comm.axes.all if sums.over_replicas else comm.axes.sharded:
         count = comm.sum_in_rank_order(count, axis, _COUNT)
@@ -64,19 +65,19 @@ def join(
     iterator = iter(batches)
     kept: list[T] = []  # the last batch
     while True:
-        found = list(islice(iterator, 1))
-        kept = found or kept
-        present, without = _sums([float(bool(found)), float(not kept)], mesh)
+        fetched = list(islice(iterator, 1))
+        kept = fetched or kept
+        present, without = _sums([float(bool(fetched)), float(not kept)], mesh)
         if not present:
             return
         if without:
-            here = "" if kept else ", this one among them"
+            and_this = "" if kept else ", this one among them"
             raise ConfigError(
-                f"join(): {without:.0f} of {mesh.size()} ranks have no batch at all{here}, so they "
-                "cannot take part in the others' passes; give every rank one batch or more"
+                f"join(): {without:.0f} of {mesh.size()} ranks have no batch at all{and_this}, so "
+                "they cannot take part in the others' passes; give every rank one batch or more"
             )
         weight = mesh.size() / present if divide_by_present else 1.0
-        yield kept[0], weight if found else 0.0
+        yield kept[0], weight if fetched else 0.0
 
 
 def _mesh_of(model: nn.Module) -> DeviceMesh:
