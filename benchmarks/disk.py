@@ -94,7 +94,7 @@ def measure(folders: Sequence[Path], unit_bytes: int, rounds: int, direct: bool)
     make = lambda n: torch.zeros(n, dtype=torch.uint8)  # noqa: E731
     disk = Disk(folders, total, 1, make, rank=0)
     files = [disk.file(f"unit {n}", unit_bytes) for n in range(num_units)]
-    memory = disk.take().memory.fill_(1)
+    memory = disk.acquire().memory.fill_(1)
     memories = memory.split(unit_bytes)
     plain = Plain(folders[0], memory.numpy(), direct)
     results = []

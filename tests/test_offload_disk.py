@@ -244,7 +244,7 @@ def test_any_sequence_of_reads_and_writes_gives_the_bytes_of_plain_memory(
                 if "ring" in kind:
                     while disk.pool.num_free < 2 and reads:
                         check(*reads.pop(0))
-                    buffer = disk.take()
+                    buffer = disk.acquire()
                     memory, release = buffer.memory[:num_bytes], buffer.release
                 else:
                     memory = torch.empty(num_bytes, dtype=torch.uint8)
@@ -288,7 +288,7 @@ def test_aligned_memory_goes_to_the_disk_in_requests_of_eight_mib_and_nothing_el
 ):
     system = FaultySystem()
     with opened(folder, buffers=1, buffer_bytes=20 * MIB, system=system) as disk:
-        file, buffer = disk.file("u", 20 * MIB), disk.take()
+        file, buffer = disk.file("u", 20 * MIB), disk.acquire()
         assert buffer.memory.data_ptr() % ALIGNMENT == 0 and buffer.memory.nbytes == 20 * MIB
         system.counts.clear()
         disk.start_write(file, 0, buffer.memory).wait()
@@ -409,7 +409,7 @@ def test_no_more_buffers_are_out_than_there_are_and_who_waits_gets_the_next(fold
 
     def work():
         for _ in range(50):
-            buffer = pool.take()
+            buffer = pool.acquire()
             with lock:
                 out[0] += 1
                 most[0] = max(most[0], out[0])
@@ -445,14 +445,14 @@ def test_a_write_gives_its_buffer_back_whether_it_ends_well_or_not(folder):
     with opened(folder, buffers=1, system=system) as disk:
         file = disk.file("u", MIB)
         for _ in range(5):
-            buffer = disk.take()
+            buffer = disk.acquire()
             disk.start_write(file, 0, buffer.memory, buffer.release)
-        disk.take().release()
+        disk.acquire().release()
         system.fault = fails("write", errno.EIO)
-        buffer = disk.take()
+        buffer = disk.acquire()
         disk.start_write(file, 0, buffer.memory, buffer.release)
         with pytest.raises(StorageError, match="writing"):
-            disk.take()
+            disk.acquire()
         assert disk.pool.num_free == 1
 
 
@@ -490,7 +490,7 @@ def test_a_disk_that_fails_is_told_with_rank_unit_folder_and_what_to_do(two, op,
 
 def test_what_nobody_waited_for_is_raised_once_by_the_next_call(folder):
     calls = [
-        lambda disk, file: disk.take(),
+        lambda disk, file: disk.acquire(),
         lambda disk, file: disk.file("other", 10),
         lambda disk, file: disk.start_read(file, 0, torch.empty(3)),
         lambda disk, file: disk.start_write(file, 0, torch.empty(3)),
@@ -505,7 +505,7 @@ def test_what_nobody_waited_for_is_raised_once_by_the_next_call(folder):
             with pytest.raises(StorageError, match=r"rank 3, unit '\(root\)': writing 16 B"):
                 call(disk, file)
             disk.start_write(other, 0, torch.ones(4)).wait()
-            disk.take().release()
+            disk.acquire().release()
 
 
 def test_a_full_disk_is_told_before_anything_is_written_with_what_is_needed_and_free(folder):
@@ -556,7 +556,9 @@ def test_a_folder_that_cannot_be_used_is_refused_with_its_path(tmp_path, case):
     elif case == "refused":
         system.fault = fails("open", errno.EACCES)
     made = []
-    with pytest.raises(ConfigError, match=f"rank 0: {path} for offload: .* may be written to"):
+    with pytest.raises(
+        ConfigError, match=f"rank 0: {path} for offload: .* existing, writable folder"
+    ):
         Disk([path], 1, 1, lambda n: made.append(n) or host_memory(n), 0, system)
     assert not made, "memory was taken before"
     with pytest.raises(ConfigError, match="at least one folder"):
@@ -567,7 +569,7 @@ def test_bytes_outside_of_a_file_are_refused_and_the_buffer_is_free_again(folder
     with opened(folder, buffers=1) as disk:
         file = disk.file("u", 100)
         for begin, num_bytes in ((-1, 1), (0, 101), (100, 1)):
-            buffer = disk.take()
+            buffer = disk.acquire()
             with pytest.raises(ValueError, match="of a file of 100 bytes"):
                 disk.start_write(file, begin, buffer.memory[:num_bytes], buffer.release)
 
@@ -632,7 +634,7 @@ from shardwise.offload.disk import Disk
 disk = Disk([Path(sys.argv[1])], 1 << 20, 2, lambda n: torch.zeros(n, dtype=torch.uint8), 0)
 file = disk.file("u", 256 << 20)
 for n in range(64):
-    buffer = disk.take()
+    buffer = disk.acquire()
     disk.start_write(file, n << 20, buffer.memory, buffer.release)
 """
 

@@ -26,7 +26,7 @@ from shardwise.debug import stats
 from shardwise.engine.api import engine_of
 from shardwise.errors import ConfigError, StateError
 from shardwise.interop.fsdp2 import fully_shard
-from shardwise.offload.activations import _Input
+from shardwise.offload.activations import _OffloadedInput
 from trainer import logged
 
 AWAY = Offload(activations="cpu")
@@ -209,7 +209,7 @@ def test_two_inputs_are_on_the_device_while_a_block_is_computed_again():
     model = made(Around, AWAY)
     fetched = []
     alive = []
-    start = _Input.start_fetch
+    start = _OffloadedInput.start_fetch
 
     def noting(self):
         before = self._fetched
@@ -224,7 +224,7 @@ def test_two_inputs_are_on_the_device_while_a_block_is_computed_again():
     for block in model.blocks:
         block.register_forward_pre_hook(note)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_Input, "start_fetch", noting)
+        patch.setattr(_OffloadedInput, "start_fetch", noting)
         loss_of(model).backward()
     assert alive == [1, 2, 2, 2, 1]  # the last block's own was never away
     assert len(fetched) == NUM_BLOCKS - 1

@@ -21,8 +21,8 @@ from shardwise.device import HostTime
 from shardwise.engine.api import engine_of
 from shardwise.errors import ShardError
 from shardwise.offload.home import Home
-from shardwise.offload.lane import Lane, Load
-from shardwise.offload.loads import cut
+from shardwise.offload.loads import cut_into_loads
+from shardwise.offload.staging import DeviceLoad, StagingBuffers
 from shardwise.step import local_step as apart
 from shardwise.step import unit_step
 
@@ -41,7 +41,7 @@ class Wide(Stack):
 def small_loads():
     """Cut steps into small loads; count what each brings."""
     sizes = []
-    plain = Lane.run
+    plain = StagingBuffers.run
 
     def run(lane, load):
         sizes.append(sum(tensor.nbytes for tensor in load.tensors))
@@ -50,7 +50,7 @@ def small_loads():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(unit_step, "LOAD_BYTES", LOAD_BYTES)
         patch.setattr(apart, "MULTIPLE", 128)
-        patch.setattr(Lane, "run", run)
+        patch.setattr(StagingBuffers, "run", run)
         yield sizes
 
 
@@ -197,14 +197,14 @@ def test_a_failed_step_is_told_with_rank_and_unit(rank, world_size):
     model, optimizer = make("adamw", Offload("cpu", "cpu", "cpu", step_on="device"))
     with small_loads(), pytest.MonkeyPatch.context() as patch:
         train(model, optimizer, 2)
-        plain = Lane.run
+        plain = StagingBuffers.run
 
         def run(lane, load):
             if rank == world_size - 1:
                 raise RuntimeError("no more memory")
             return plain(lane, load)
 
-        patch.setattr(Lane, "run", run)
+        patch.setattr(StagingBuffers, "run", run)
         if rank == world_size - 1:
             with pytest.raises(ShardError, match=f"rank {rank}, unit .* failed.*no more memory"):
                 train_alone(model, optimizer)
@@ -220,7 +220,7 @@ def test_state_that_is_none_and_a_failed_load_change_nothing():
         model, optimizer = make("momentum", place)
         for param in model.parameters():
             optimizer.state[param] = {"momentum_buffer": None}
-        plain, tried = Lane._memory, []
+        plain, tried = StagingBuffers._memory, []
 
         def memory(lane, num_bytes):
             tried.append(num_bytes)
@@ -230,11 +230,11 @@ def test_state_that_is_none_and_a_failed_load_change_nothing():
 
         with small_loads(), pytest.MonkeyPatch.context() as patch:
             if place != "cpu":
-                lane = Lane(torch.device("cpu"), HostTime())
-                patch.setattr(Lane, "_memory", memory)
+                lane = StagingBuffers(torch.device("cpu"), HostTime())
+                patch.setattr(StagingBuffers, "_memory", memory)
                 with pytest.raises(torch.OutOfMemoryError):
-                    lane.run(Load([torch.ones(3)], lambda _: ()))
-                lane.run(Load([torch.ones(3)], lambda _: ())).wait()
+                    lane.run(DeviceLoad([torch.ones(3)], lambda _: ()))
+                lane.run(DeviceLoad([torch.ones(3)], lambda _: ())).wait()
             return go_on(model, optimizer, 3, first=0)
 
     same_runs(run, ("cpu", Offload("cpu", "cpu", "cpu", step_on="device")))
@@ -254,7 +254,7 @@ def train_alone(model, optimizer):
     st.integers(1, 2000),
 )
 def test_loads_have_every_element_once_in_order_and_begin_at_multiples(rows, multiple, num_bytes):
-    loads = list(cut(rows, multiple, num_bytes))
+    loads = list(cut_into_loads(rows, multiple, num_bytes))
     pieces = [piece for each in loads for piece in each]
     for row, (numel, _, first) in enumerate(rows):
         mine = [(lo, hi) for which, lo, hi in pieces if which == row]

@@ -31,8 +31,8 @@ from shardwise.config import Schedule
 from shardwise.device import follow_current
 from shardwise.engine.reductions import Reduction
 from shardwise.offload import activations, home
-from shardwise.offload.activations import _Input
-from shardwise.offload.lane import Lane
+from shardwise.offload.activations import _OffloadedInput
+from shardwise.offload.staging import StagingBuffers
 from shardwise.step.background import BackgroundStep
 from shardwise.step.unit_step import UnitStep
 from shardwise.unit import sums
@@ -451,42 +451,42 @@ MISTAKES = {
         r"on the fetch stream, reads .* on the thread that steps, writes it",
     ),
     "a step on the device begins before its gradients have come": (
-        blind(Lane, "run"),
+        blind(StagingBuffers, "run"),
         ON_DEVICE,
-        r"on stream \d+, (reads|writes) .* while copy_ \(lane.py:\d+\), on stream \d+, writes it",
+        r"on stream \d+, (reads|writes) .* copy_ \(staging.py:\d+\), on stream \d+, writes it",
     ),
     "what was stepped on the device goes back too early": (
-        blind(Lane, "_take_back"),
+        blind(StagingBuffers, "_evict"),
         ON_DEVICE,
-        r"copy_ \(lane.py:\d+\), on stream \d+, reads .* on stream \d+, writes it",
+        r"copy_ \(staging.py:\d+\), on stream \d+, reads .* on stream \d+, writes it",
     ),
     "memory of a lane is filled before what was in it has left": (
-        blind(Lane, "_bring"),
+        blind(StagingBuffers, "_fetch"),
         ON_DEVICE,
-        r"copy_ \(lane.py:\d+\), on stream \d+, writes .* while .* on stream \d+, reads it",
+        r"copy_ \(staging.py:\d+\), on stream \d+, writes .* while .* on stream \d+, reads it",
     ),
     "slices are fetched before they are back from their step": (
         blind(UnitStep, "put_back"),
         ON_DEVICE,
-        r"while copy_ \(lane.py:\d+\), on stream \d+, writes it",
+        r"while copy_ \(staging.py:\d+\), on stream \d+, writes it",
     ),
     "inputs are evicted before they are computed": (
-        blind(_Input, "start_evict"),
+        blind(_OffloadedInput, "start_evict"),
         "inputs on the host",
         r"copy_ .*, on the evict stream, reads .* the compute stream, writes it",
     ),
     "inputs are freed while they are evicted": (
-        blind(_Input, "give_up"),
+        blind(_OffloadedInput, "free"),
         "inputs on the host",
         r"memory .* was freed while copy_ \(activations.py:\d+\), on the evict stream, uses it",
     ),
     "inputs of two blocks are freed while they are evicted": (
-        blind(_Input, "stay"),
+        blind(_OffloadedInput, "cancel_evict"),
         "inputs on the host, shared",
         r"was freed while copy_ \(activations.py:\d+\), on the evict stream, uses it",
     ),
     "inputs are computed with before they are fetched": (
-        blind(_Input, "unpack"),
+        blind(_OffloadedInput, "unpack"),
         "inputs on the host",
         r"on the compute stream, reads .* while copy_ .*, on the fetch stream, writes it",
     ),

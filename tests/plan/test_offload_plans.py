@@ -15,7 +15,7 @@ from shardwise.debug import stats
 from shardwise.offload import file_slices
 from shardwise.offload.disk import Disk
 from shardwise.offload.home import Home
-from shardwise.offload.lane import Lane, Load
+from shardwise.offload.staging import DeviceLoad, StagingBuffers
 from shardwise.optim import AdamW
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.model.tracing import trace
@@ -144,7 +144,7 @@ def test_what_rests_where_is_a_runs_on_every_rank(num_ranks, of, tmp_path):
 def counted():
     """Count what is copied between device, host and files, in bytes; nothing is in the cache."""
     found = Counter[str]()
-    fetch, evict, run = Home.start_fetch, Home.start_evict, Lane.run
+    fetch, evict, run = Home.start_fetch, Home.start_evict, StagingBuffers.run
     plain_mirror, on_device = Storage.mirror, set()
 
     def mirror(storage, index):
@@ -171,7 +171,7 @@ def counted():
                     found["to_host"] += source.nbytes
             return copies
 
-        return run(lane, Load(load.tensors, work))
+        return run(lane, DeviceLoad(load.tensors, work))
 
     def transfer(name):
         plain = getattr(Disk, f"start_{name}")
@@ -186,7 +186,7 @@ def counted():
         patch.setattr(file_slices, "cached_share", lambda _: 0.0)
         patch.setattr(Home, "start_fetch", start_fetch)
         patch.setattr(Home, "start_evict", start_evict)
-        patch.setattr(Lane, "run", run_load)
+        patch.setattr(StagingBuffers, "run", run_load)
         patch.setattr(Storage, "mirror", mirror)
         for name in ("read", "write"):
             patch.setattr(Disk, f"start_{name}", transfer(name))

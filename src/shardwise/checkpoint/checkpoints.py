@@ -51,7 +51,7 @@ from shardwise.device import host_buffer, wait_for_copies
 from shardwise.engine.status import Origin
 from shardwise.errors import CheckpointError, ConfigError, ShardwiseError, StateError
 from shardwise.offload.disk import Disk
-from shardwise.offload.file_slices import mapped
+from shardwise.offload.file_slices import map_file
 from shardwise.parallel.parts import Model, Optimizer, Parts
 
 _RUNNING, _DONE, _FAILED = range(3)
@@ -578,7 +578,7 @@ class _Staging:
             self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
             devices = {item.data.device for item in items if item.data.device.type != "cpu"}
             if self._disk is not None:
-                self._buffer = mapped(self._disk.file("(copies for a checkpoint)", total))
+                self._buffer = map_file(self._disk.file("(copies for a checkpoint)", total))
             else:
                 self._buffer = host_buffer(total, next(iter(devices), torch.device("cpu")))
         self._views = [

@@ -66,7 +66,7 @@ def check_host_room(control: Control, config: ShardConfig, packed: Sequence[byte
                 f"offload: the {len(ranks)} ranks on the host of rank {first} "
                 f"need {format_bytes(total)} of its memory for slices and gradients, and "
                 f"{format_bytes(free)} are free there. Use more hosts, offload less (fraction=), "
-                "or let them rest in files (params= and grads='nvme:FOLDER')"
+                "or keep them in files (params= and grads='nvme:FOLDER')"
             )
     cores = len(os.sched_getaffinity(0)) // sum(row[0] == host for row in rows)
     is_on_host = config.state_offload.step_on == "host"

@@ -52,7 +52,7 @@ def activations_of(
     """
     if offload is None or offload.activations == "device":
         return None
-    kind = import_module("shardwise.offload.activations").Activations
+    kind = import_module("shardwise.offload.activations").ActivationOffload
     activations: Activations = kind(comm.device, comm.time, comm.tracer, full)
     return activations
 

@@ -20,11 +20,11 @@ import torch
 from shardwise.errors import ConfigError, StateError
 from shardwise.offload.files import Bytes, DiskFile, System, aligned, examine
 from shardwise.offload.pool import Buffer, MakeMemory, Pool
-from shardwise.offload.stripes import ALIGNMENT, Piece, Stripes, align
-from shardwise.offload.transfers import Job, Transfer
+from shardwise.offload.stripes import ALIGNMENT, FileRange, Stripes, align
+from shardwise.offload.transfers import FileTransfer, Job
 from shardwise.trace import Tracer
 
-Told = Callable[[int, Callable[[], None]], None]
+RecordRequest = Callable[[int, Callable[[], None]], None]  # (bytes, request): run and record it
 
 _LOG = logging.getLogger("shardwise")
 _THREADS = 4  # of each folder
@@ -66,12 +66,13 @@ class Disk:
                 _LOG.info(
                     "rank %d: %s takes no direct I/O (O_DIRECT), so it goes through the system's "
                     "cache and is slower",
-                    *(rank, folder.path),
+                    rank,
+                    folder.path,
                 )
-        self._lock = threading.RLock()  # `then` may start a transfer
+        self._lock = threading.RLock()  # reentrant, because `then` may start a transfer
         self._is_closed = False
         self._files: WeakSet[DiskFile] = WeakSet()
-        self._started: list[Transfer] = []  # in flight, or failed and not yet raised
+        self._started: list[FileTransfer] = []  # in flight, or failed and not yet raised
         self._threads = [_threads(f"shardwise-disk-{number}") for number in range(len(folders))]
         self._stripes = Stripes(self._speeds() if len(folders) > 1 else [1])
         self.pool = Pool(partial(_aligned, make_memory), num_buffers, align(buffer_bytes))
@@ -85,7 +86,10 @@ class Disk:
     def shares(self) -> list[tuple[Path, float]]:
         """Each folder and its share of the bytes."""
         counts = self._stripes.counts
-        return [(f.path, n / sum(counts)) for f, n in zip(self._folders, counts, strict=True)]
+        return [
+            (folder.path, count / sum(counts))
+            for folder, count in zip(self._folders, counts, strict=True)
+        ]
 
     def file(self, unit: str, num_bytes: int) -> DiskFile:
         """Return a new file for a unit, with all its space reserved.
@@ -94,20 +98,20 @@ class Disk:
         """
         with self._lock:
             self._check()
-            made = DiskFile(unit, self._rank, num_bytes, self._folders, self._stripes, self._system)
-            self._files.add(made)
-        return made
+            file = DiskFile(unit, self._rank, num_bytes, self._folders, self._stripes, self._system)
+            self._files.add(file)
+        return file
 
     def reserve(self, buffer_bytes: int) -> None:
-        """Make the buffers at least ``buffer_bytes`` large, from the next `take` on."""
+        """Make the buffers at least ``buffer_bytes`` large, from the next `acquire` on."""
         self.pool.reserve(align(buffer_bytes))
 
-    def take(self) -> Buffer:
+    def acquire(self) -> Buffer:
         """Wait for a free buffer and return it: aligned memory for transfers.
 
-        **State** a caller that holds all buffers and takes another deadlocks.
+        **State** a caller that holds all buffers and acquires another deadlocks.
         """
-        buffer = self.pool.take()
+        buffer = self.pool.acquire()
         try:
             with self._lock:
                 self._check()  # after the wait, as the write that held the buffer may have failed
@@ -117,8 +121,8 @@ class Disk:
         return buffer
 
     def start_reading(self, file: DiskFile, num_bytes: int) -> BufferRead:
-        """Start reading a file's first bytes into a buffer that `take` returns."""
-        buffer = self.take()
+        """Start reading a file's first bytes into a buffer that `acquire` returns."""
+        buffer = self.acquire()
         try:
             return BufferRead(buffer, self.start_read(file, 0, buffer.memory[:num_bytes]))
         except BaseException:
@@ -131,13 +135,13 @@ class Disk:
         begin: int,
         into: torch.Tensor,
         then: Callable[[], None] | None = None,
-    ) -> Transfer:
+    ) -> FileTransfer:
         """Start reading a tensor from byte ``begin`` of a file; do not use it until then.
 
         ``into`` is contiguous host memory of any dtype. A buffer's memory is read directly if
         ``begin`` is a multiple of 4096, all else through a copy. The read waits for earlier writes
         of the same bytes. ``then``, usually ``buffer.release``, is called when the read ends, even
-        in failure, in another thread; or here, if this call raises.
+        in failure, in another thread; or by this call, if it raises.
         """
         return self._start(file, begin, into, False, then)
 
@@ -147,7 +151,7 @@ class Disk:
         begin: int,
         data: torch.Tensor,
         then: Callable[[], None] | None = None,
-    ) -> Transfer:
+    ) -> FileTransfer:
         """Start writing a tensor to byte ``begin`` of a file; do not change it until the end.
 
         As `start_read`, and it waits for earlier reads of the same bytes too. With ``then`` the
@@ -173,15 +177,17 @@ class Disk:
         tensor: torch.Tensor,
         writes: bool,
         then: Callable[[], None] | None,
-    ) -> Transfer:
+    ) -> FileTransfer:
         try:
             memory: Bytes = tensor.detach().view(-1).view(torch.uint8).numpy()
             end = begin + memory.nbytes
             if not 0 <= begin <= end <= file.num_bytes:
                 raise ValueError(f"bytes {begin} to {end} of a file of {file.num_bytes} bytes")
-            transfer = Transfer(begin, end, writes, then)
+            transfer = FileTransfer(begin, end, writes, then)
             move = file.write if writes else file.read
-            jobs = _jobs(file, begin, memory, move, self._threads, self._told(file.unit, writes))
+            jobs = _jobs(
+                file, begin, memory, move, self._threads, self._record_request(file.unit, writes)
+            )
             with self._lock:
                 self._check()
                 self._started.append(transfer)
@@ -192,7 +198,7 @@ class Disk:
             raise
         return transfer
 
-    def _told(self, unit: str, writes: bool) -> Told | None:
+    def _record_request(self, unit: str, writes: bool) -> RecordRequest | None:
         """Return a function that runs and records a request; None without a recorder."""
         recorder = self.tracer.recorder
         if recorder is None:
@@ -200,9 +206,9 @@ class Disk:
         line = "disk_write" if writes else "disk_read"
 
         def run(num_bytes: int, request: Callable[[], None]) -> None:
-            over = recorder.begin(line, unit, num_bytes, None)
+            end = recorder.begin(line, unit, num_bytes, None)
             request()
-            over()
+            end()
 
         return run
 
@@ -210,7 +216,11 @@ class Disk:
         """Raise a failure that was not raised yet. **Raises** StateError after `close`."""
         if self._is_closed:
             raise StateError("the disk was closed; no state can be read or written any more")
-        self._started = [t for t in self._started if not t.is_over or (t.failed and not t.was_told)]
+        self._started = [
+            transfer
+            for transfer in self._started
+            if not transfer.is_over or (transfer.failed and not transfer.is_reported)
+        ]
         for transfer in self._started:
             if transfer.failed:
                 transfer.wait()
@@ -227,7 +237,7 @@ class Disk:
             times_s = []
             for move in (trial.write, trial.write, trial.read):
                 begin_s = time.perf_counter()
-                transfer = Transfer(0, _TRIAL_BYTES, move == trial.write, None)
+                transfer = FileTransfer(0, _TRIAL_BYTES, move == trial.write, None)
                 trial.transfers.start(transfer, _jobs(trial, 0, memory, move, [threads]))
                 transfer.wait()
                 times_s.append(time.perf_counter() - begin_s)
@@ -239,8 +249,9 @@ class Disk:
 class BufferRead:
     """A buffer and the transfer that reads into it."""
 
-    def __init__(self, buffer: Buffer, transfer: Transfer) -> None:
-        self._buffer, self._transfer = buffer, transfer
+    def __init__(self, buffer: Buffer, transfer: FileTransfer) -> None:
+        self._buffer = buffer
+        self._transfer = transfer
 
     def wait(self) -> torch.Tensor:
         """Wait for the end of the read; return the memory. **Raises** StorageError if it failed."""
@@ -253,7 +264,7 @@ class BufferRead:
         Releasing twice is harmless.
         """
         self._transfer.join()
-        self._transfer.was_told = True
+        self._transfer.is_reported = True
         self._buffer.release()
 
 
@@ -278,16 +289,16 @@ def _jobs(
     file: DiskFile,
     begin: int,
     memory: Bytes,
-    move: Callable[[Piece, Sequence[Bytes]], None],
+    move: Callable[[FileRange, Sequence[Bytes]], None],
     threads: Sequence[Executor],
-    told: Told | None = None,
+    record: RecordRequest | None = None,
 ) -> list[Job]:
     """Return one job per request, on the threads of its folder."""
     jobs: list[Job] = []
     for piece in file.stripes.pieces(begin, begin + memory.nbytes, _REQUEST_BYTES):
         parts = [memory[lo - begin : hi - begin] for lo, hi in piece.ranges]
         job = partial(move, piece, parts)
-        if told is not None:
-            job = partial(told, sum(part.nbytes for part in parts), job)
+        if record is not None:
+            job = partial(record, sum(part.nbytes for part in parts), job)
         jobs.append((threads[piece.folder], job))
     return jobs

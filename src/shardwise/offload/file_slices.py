@@ -33,7 +33,7 @@ _FIXED = 0x10  # MAP_FIXED of Linux, which Python's mmap does not name
 _FAILED = ctypes.c_void_p(-1).value
 
 
-def mapped(file: DiskFile) -> torch.Tensor:
+def map_file(file: DiskFile) -> torch.Tensor:
     """Map a file into memory: uint8 [num_bytes], on the CPU.
 
     The memory stays valid when the file is closed, and its last reference frees the space.
@@ -47,10 +47,11 @@ def mapped(file: DiskFile) -> torch.Tensor:
     numbers = ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64
     libc.mmap.argtypes = ctypes.c_void_p, *numbers
     for begin, end, descriptor, at in file.extents():
-        how = _PROTECTION, mmap.MAP_SHARED | _FIXED, descriptor, at
-        if libc.mmap(base + begin, end - begin, *how) == _FAILED:
+        flags = mmap.MAP_SHARED | _FIXED
+        address = libc.mmap(base + begin, end - begin, _PROTECTION, flags, descriptor, at)
+        if address == _FAILED:
             why = os.strerror(ctypes.get_errno())
-            raise StorageError(f"{file.who}: mapping its file into memory failed: {why}")
+            raise StorageError(f"{file.description}: mapping its file into memory failed: {why}")
     return torch.frombuffer(region, dtype=torch.uint8)[: file.num_bytes]
 
 
@@ -67,19 +68,19 @@ def cached_share(memory: torch.Tensor) -> float:
     return float(pages.bitwise_and(1).sum() / num_pages)
 
 
-_CACHED = 0.9  # share of the pages; the rest is quickly read page by page
+_CACHED = 0.9  # share of the pages; the remaining ones are quickly read page by page
 
 
 class FileSlices:
-    """The slices of one storage in a file of a unit; ``mapped`` has all, flat, zero at first."""
+    """The slices of one storage in a file of a unit; ``mapped`` is all of it, flat, zeros first."""
 
     def __init__(self, disk: Disk, unit: str, numel: int, dtype: torch.dtype) -> None:
         self._disk = disk
         self._file: DiskFile = disk.file(unit, numel * dtype.itemsize)
-        self.mapped = mapped(self._file).view(dtype)
+        self.mapped = map_file(self._file).view(dtype)
         disk.reserve(self.mapped.nbytes)
-        self._reading: BufferRead | None = None
-        self._version = -1  # of the slices that it reads
+        self._reading: BufferRead | None = None  # in flight, or ended and not released
+        self._version = -1  # of the slices in that buffer
 
     def start_read(self, version: int) -> None:
         """Start reading the slices of a version, if they are not cached and a buffer is free."""
@@ -101,7 +102,7 @@ class FileSlices:
                 self.release()
                 raise
 
-    def take_slices(self, version: int) -> torch.Tensor:
+    def slices_of(self, version: int) -> torch.Tensor:
         """Return memory with the slices: the buffer read ahead, or the mapped file."""
         if self._reading is None or self._version != version:
             return self.mapped

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.errors import ConfigError, StorageError
-from shardwise.offload.stripes import ALIGNMENT, Piece, Stripes, align
+from shardwise.offload.stripes import ALIGNMENT, FileRange, Stripes, align
 from shardwise.offload.transfers import Transfers
 from shardwise.quantities import format_bytes
 
@@ -86,14 +86,14 @@ class System:
 
 
 @dataclass(frozen=True)
-class Folder:
+class OffloadFolder:
     """A folder named by the user; ``is_direct`` if its files bypass the system's cache."""
 
     path: Path
     is_direct: bool
 
 
-def examine(path: Path, rank: int, system: System) -> Folder:
+def examine(path: Path, rank: int, system: System) -> OffloadFolder:
     """Try direct I/O in a folder by a write and a read; return the folder.
 
     **Raises** ConfigError if the folder does not exist or is not writable.
@@ -104,8 +104,8 @@ def examine(path: Path, rank: int, system: System) -> Folder:
         if error.errno not in _IN_THE_WAY:
             raise _failure(error, f"rank {rank}", f"opening a file in {path}") from error
         raise ConfigError(
-            f"rank {rank}: {path} for offload: {error.strerror}; expected a folder that is there "
-            "and may be written to"
+            f"rank {rank}: {path} for offload: {error.strerror}; expected an existing, writable "
+            "folder"
         ) from error
     try:
         system.reserve(fd, ALIGNMENT)
@@ -114,10 +114,10 @@ def examine(path: Path, rank: int, system: System) -> Folder:
         block[:] = 0
         system.write(fd, 0, [block])
         system.read(fd, 0, [block])
-        return Folder(path, True)
+        return OffloadFolder(path, True)
     except OSError as error:
         if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
-            return Folder(path, False)
+            return OffloadFolder(path, False)
         raise _failure(error, f"rank {rank}", f"trying {path}") from error
     finally:
         system.close(fd)
@@ -137,7 +137,7 @@ class DiskFile:
         unit: str,
         rank: int,
         num_bytes: int,
-        folders: Sequence[Folder],
+        folders: Sequence[OffloadFolder],
         stripes: Stripes,
         system: System,
     ) -> None:
@@ -145,7 +145,7 @@ class DiskFile:
         self.num_bytes = num_bytes
         self.stripes = stripes
         self.transfers = Transfers()
-        self.who = f"rank {rank}, unit '{unit or '(root)'}'"
+        self.description = f"rank {rank}, unit '{unit or '(root)'}'"
         self._folders = folders
         self._system = system
         self._fds: list[int] = []
@@ -157,8 +157,8 @@ class DiskFile:
             self._close()
             raise
 
-    def _open(self, folder: Folder, num_bytes: int) -> None:
-        with self._named(folder, f"reserving {format_bytes(num_bytes)}"):
+    def _open(self, folder: OffloadFolder, num_bytes: int) -> None:
+        with self._naming(folder, f"reserving {format_bytes(num_bytes)}"):
             free_bytes = self._system.free_bytes(folder.path)
             why = "" if num_bytes <= free_bytes else os.strerror(errno.ENOSPC)
             if not why:  # reserving more than is free would fill the disk for a moment
@@ -171,8 +171,8 @@ class DiskFile:
                     why = os.strerror(error.errno)
             if why:
                 raise StorageError(
-                    f"{self.who}: {format_bytes(num_bytes)} are needed in {folder.path}, and "
-                    f"{format_bytes(free_bytes)} are free there ({why}); free some space, name "
+                    f"{self.description}: {format_bytes(num_bytes)} are needed in {folder.path}, "
+                    f"and {format_bytes(free_bytes)} are free there ({why}); free some space, name "
                     "another folder, or offload less"
                 )
             if folder.is_direct:
@@ -196,41 +196,41 @@ class DiskFile:
         self.transfers.join()  # a closed file's descriptor may be reused for another file
         self._close()
 
-    def read(self, piece: Piece, into: Sequence[Bytes]) -> None:
+    def read(self, piece: FileRange, into: Sequence[Bytes]) -> None:
         """Read a piece into memory, through a temporary buffer unless the memory is aligned.
 
         **Raises** StorageError.
         """
-        with self._named(self._folders[piece.folder], f"reading {format_bytes(piece.num_bytes)}"):
+        with self._naming(self._folders[piece.folder], f"reading {format_bytes(piece.num_bytes)}"):
             if _is_aligned(piece.at, into):
-                return self._all(self._system.read, piece.folder, piece.at, into)
+                return self._repeat(self._system.read, piece.folder, piece.at, into)
             before, detour = _blocks_around(piece)
-            self._all(self._system.read, piece.folder, piece.at - before, [detour])
+            self._repeat(self._system.read, piece.folder, piece.at - before, [detour])
             for part in into:
                 part[:] = detour[before : before + part.nbytes]
                 before += part.nbytes
 
-    def write(self, piece: Piece, data: Sequence[Bytes]) -> None:
+    def write(self, piece: FileRange, data: Sequence[Bytes]) -> None:
         """Write a piece from memory; other bytes of its first and last block are kept.
 
         **Raises** StorageError.
         """
-        with self._named(self._folders[piece.folder], f"writing {format_bytes(piece.num_bytes)}"):
+        with self._naming(self._folders[piece.folder], f"writing {format_bytes(piece.num_bytes)}"):
             if _is_aligned(piece.at, data):
-                return self._all(self._system.write, piece.folder, piece.at, data)
+                return self._repeat(self._system.write, piece.folder, piece.at, data)
             before, detour = _blocks_around(piece)
             begin = piece.at - before
             last = detour.nbytes - ALIGNMENT
             if before:
-                self._all(self._system.read, piece.folder, begin, [detour[:ALIGNMENT]])
+                self._repeat(self._system.read, piece.folder, begin, [detour[:ALIGNMENT]])
             if before + piece.num_bytes < detour.nbytes and (last or not before):
-                self._all(self._system.read, piece.folder, begin + last, [detour[last:]])
+                self._repeat(self._system.read, piece.folder, begin + last, [detour[last:]])
             for part in data:
                 detour[before : before + part.nbytes] = part
                 before += part.nbytes
-            self._all(self._system.write, piece.folder, begin, [detour])
+            self._repeat(self._system.write, piece.folder, begin, [detour])
 
-    def _all(
+    def _repeat(
         self,
         call: Callable[[int, int, Sequence[Bytes]], int],
         folder: int,
@@ -238,28 +238,29 @@ class DiskFile:
         parts: Sequence[Bytes],
     ) -> None:
         """Repeat a call until all bytes are read or written."""
-        begin, rest = at, list(parts)
-        while rest:
-            done = call(self._fds[folder], at, rest)
-            done -= done % ALIGNMENT  # whole blocks, as the rest must begin at a block
+        begin = at
+        remaining = list(parts)
+        while remaining:
+            done = call(self._fds[folder], at, remaining)
+            done -= done % ALIGNMENT  # whole blocks, because the next call must begin at a block
             if not done:
                 raise OSError(errno.EIO, "the file system did not go on")
             at += done
-            while rest and done >= rest[0].nbytes:
-                done -= rest.pop(0).nbytes
+            while remaining and done >= remaining[0].nbytes:
+                done -= remaining.pop(0).nbytes
             if done:
-                rest[0] = rest[0][done:]
+                remaining[0] = remaining[0][done:]
         if not self._folders[folder].is_direct:
             self._system.drop_cache(self._fds[folder], begin, at - begin)
 
     @contextmanager
-    def _named(self, folder: Folder, doing: str) -> Iterator[None]:
+    def _naming(self, folder: OffloadFolder, doing: str) -> Iterator[None]:
         try:
             yield
         except StorageError:
             raise
         except Exception as error:
-            raise _failure(error, self.who, f"{doing} in {folder.path}") from error
+            raise _failure(error, self.description, f"{doing} in {folder.path}") from error
 
 
 def aligned(num_bytes: int) -> Bytes:
@@ -274,19 +275,19 @@ def _is_aligned(at: int, parts: Sequence[Bytes]) -> bool:
     return whole and at % ALIGNMENT == 0
 
 
-def _blocks_around(piece: Piece) -> tuple[int, Bytes]:
+def _blocks_around(piece: FileRange) -> tuple[int, Bytes]:
     """Return the piece's offset in its first block, and memory for its blocks."""
     before = piece.at % ALIGNMENT
     return before, aligned(align(before + piece.num_bytes))
 
 
-def _failure(error: Exception, who: str, doing: str) -> StorageError:
+def _failure(error: Exception, subject: str, doing: str) -> StorageError:
     number = getattr(error, "errno", None) or 0
     why = f"{os.strerror(number)} (errno {number})" if number else f"{error!r}"
     what = _TODO.get(number, "the system's log has more")
     return StorageError(
-        f"{who}: {doing} failed: {why}; {what}. Start again from the last checkpoint, with another "
-        "folder if this disk fails again"
+        f"{subject}: {doing} failed: {why}; {what}. Start again from the last checkpoint, with "
+        "another folder if this disk fails again"
     )
 
 

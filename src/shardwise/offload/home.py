@@ -1,11 +1,11 @@
-"""Slices that live on the host, fetched for a gather; gradient means are evicted to the host.
+"""Slices in host memory, fetched for a gather; gradient means are evicted to the host.
 
 Note [Shards at home on the host]
-With a home, the slices live there (page-locked by default if the device is an accelerator), with
-``p.grad``, the optimizer's state and its step. The full copies stay on the device. A gather fetches
-this rank's slice into its place in the full buffer and gathers in place. The means of the gradients
-are evicted before they become ``p.grad``. Neither blocks: a fetch overlaps computation, and the
-gather follows it on its stream. The *host* waits for both, since the host writes the slices and
+With a home, the slices are kept there (page-locked by default if the device is an accelerator),
+with ``p.grad``, the optimizer's state and its step. The full copies stay on the device. A gather
+fetches this rank's slice into its place in the full buffer and gathers in place. The means of the
+gradients are evicted before they become ``p.grad``. Neither blocks: a fetch overlaps computation,
+and the gather follows it on its stream. The *host* waits for both, since the host writes the slices and
 reads the means. It waits for a fetch before the full parameters are used, so that slices may be
 written whenever a unit is FULL or SHARDED, and for an eviction before ``p.grad`` is set.
 
@@ -33,7 +33,7 @@ from shardwise.device import DeviceTime, follow_current, host_buffer
 from shardwise.errors import StorageError
 from shardwise.homes import NUM_BUFFERS, Offload, folders_of
 from shardwise.offload.disk import Disk
-from shardwise.offload.file_slices import FileSlices, mapped
+from shardwise.offload.file_slices import FileSlices, map_file
 from shardwise.offload.stripes import align
 from shardwise.quantities import format_bytes
 from shardwise.trace import Tracer
@@ -45,22 +45,23 @@ class Slab:
 
     def __init__(self, num_bytes: int, time: DeviceTime) -> None:
         self._memory = time.locked_memory(num_bytes)
-        self._taken = 0
+        self._num_allocated = 0  # bytes
 
-    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the next flat piece of zeros, which ``num_bytes`` must include.
 
         It has a separate storage over the same memory, so that its references can be counted.
         """
-        begin, end = self._taken, self._taken + numel * dtype.itemsize
-        self._taken = align(end)
+        begin = self._num_allocated
+        end = begin + numel * dtype.itemsize
+        self._num_allocated = align(end)
         assert end <= self._memory.numel()
-        apart = torch.empty(0, dtype=dtype)
-        return apart.set_(self._memory.untyped_storage()[begin:end], 0, (numel,), (1,))
+        piece = torch.empty(0, dtype=dtype)
+        return piece.set_(self._memory.untyped_storage()[begin:end], 0, (numel,), (1,))
 
 
 @dataclass(frozen=True)
-class Files:
+class OffloadFiles:
     """The disk of each kind of state; None if that state is not in files."""
 
     params: Disk | None = None
@@ -68,12 +69,13 @@ class Files:
     optimizer: Disk | None = None
 
     @classmethod
-    def open(cls, offload: Offload, device: torch.device) -> "Files":
+    def open(cls, offload: Offload, device: torch.device) -> "OffloadFiles":
         """Open the folders of an `Offload`. **Raises** ConfigError for an unusable folder.
 
         Slices have a separate disk, so that a step never waits for its buffers.
         """
-        rank, cpu = dist.get_rank() if dist.is_initialized() else 0, torch.device("cpu")
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        cpu = torch.device("cpu")
 
         def disk(place: str | None, copied_from: torch.device) -> Disk | None:
             folders = [*map(Path, folders_of(place))]
@@ -86,7 +88,7 @@ class Files:
         return cls(disk(offload.params, device), grads, optimizer)
 
 
-NO_FILES = Files()
+NO_FILES = OffloadFiles()
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ class Home:
     is_pinned: bool = True
     keeps_device_copy: bool = False
     steps_on_device: bool = False
-    files: Files = NO_FILES
+    files: OffloadFiles = NO_FILES
     unit: str = ""
     slab: Slab | None = None
     tracer: Tracer = field(default_factory=Tracer)  # receives copies
@@ -113,22 +115,24 @@ class Home:
         params = "device and host" if self.keeps_device_copy else "host"
         places = zip(("slices", "gradients", "optimizer"), (params, "host", "host"), strict=True)
         disks = self.files.params, self.files.grads, self.files.optimizer
-        said = [
+        texts = [
             f"{kind}: {place if disk is None else f'files in {disk.where}'}"
             for (kind, place), disk in zip(places, disks, strict=True)
         ]
-        return ", ".join([*said, "steps: device"] if self.steps_on_device else said)
+        if self.steps_on_device:
+            texts.append("steps: device")
+        return ", ".join(texts)
 
     def in_file(self, disk: Disk, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return zeros that are mapped from a new file; see Note [Two ways to one file]."""
         with WAITS.reporting_failures():
-            return mapped(disk.file(self.unit, numel * dtype.itemsize)).view(dtype)
+            return map_file(disk.file(self.unit, numel * dtype.itemsize)).view(dtype)
 
-    def allocate_for_model(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return zeroed memory at home that is kept as long as the model."""
+    def persistent_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return zeros at home, allocated until the model is freed."""
         if self.slab is None:
-            return self.allocate(numel, dtype).zero_()
-        return self.slab.take(numel, dtype)
+            return self.memory(numel, dtype).zero_()
+        return self.slab.allocate(numel, dtype)
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return uninitialised memory at home."""
@@ -164,15 +168,15 @@ class Home:
         """Start copying flat values home, cast on the device; return their memory there."""
         stream = self.time.evict_stream
         if to is not None:
-            brought = to
+            evicted = to
         elif self.files.grads is not None:
-            brought = self.in_file(self.files.grads, values.numel(), dtype)
+            evicted = self.in_file(self.files.grads, values.numel(), dtype)
         else:
-            brought = self.allocate(values.numel(), dtype)
-        told = self.tracer.copies("to_host", self.unit, brought.nbytes)
-        with follow_current(self.time, stream), told:
-            brought.copy_(values.to(dtype), non_blocking=True)
-            return brought, Pending.of_copies(stream.record(), keep=values)
+            evicted = self.memory(values.numel(), dtype)
+        span = self.tracer.copies("to_host", self.unit, evicted.nbytes)
+        with follow_current(self.time, stream), span:
+            evicted.copy_(values.to(dtype), non_blocking=True)
+            return evicted, Pending.of_copies(stream.record(), keep=values)
 
     def slices_in_file(self, numel: int, dtype: torch.dtype) -> FileSlices:
         """Return the file reserved for the unit's next storage; for a copy a new one."""
@@ -196,7 +200,7 @@ class OffloadHomes:
     def __init__(self, offload: Offload, device: torch.device) -> None:
         """Open the files. **Raises** ConfigError for unusable folders."""
         self._offload = offload
-        self._files = Files.open(offload, device)
+        self._files = OffloadFiles.open(offload, device)
         self._slab: Slab | None = None
         self._in_files: dict[str, list[FileSlices]] = {}  # by unit, in the order of its storages
 
@@ -208,10 +212,10 @@ class OffloadHomes:
         total = 0
         for need in needs:
             if self._files.params is not None:
-                made = FileSlices(self._files.params, need.unit, need.numel, need.dtype)
-                self._in_files.setdefault(need.unit, []).append(made)
-            copies = (self._files.params is None) + (self._files.grads is None and need.trains)
-            total += copies * align(need.numel * need.dtype.itemsize)
+                slices = FileSlices(self._files.params, room.unit, room.numel, room.dtype)
+                self._in_files.setdefault(room.unit, []).append(slices)
+            copies = (self._files.params is None) + (self._files.grads is None and room.trains)
+            total += copies * align(room.numel * room.dtype.itemsize)
         if not total:
             return
         try:
@@ -219,8 +223,8 @@ class OffloadHomes:
         except (RuntimeError, MemoryError) as error:
             raise StorageError(
                 f"rank {dist.get_rank()}: the {format_bytes(total)} of host memory for slices and "
-                f"gradients could not be taken: {error}. Use more hosts, offload less (fraction=), "
-                "or let them rest in files (params= and grads='nvme:FOLDER')"
+                f"gradients could not be allocated: {error}. Use more hosts, offload less "
+                "(fraction=), or keep them in files (params= and grads='nvme:FOLDER')"
             ) from error
 
     def home_of(self, unit: str, device: torch.device, time: DeviceTime, tracer: Tracer) -> Home:

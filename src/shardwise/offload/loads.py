@@ -1,4 +1,4 @@
-"""Integers: how a step on the device is cut into loads."""
+"""Integers: the cut of a step on the device into loads."""
 
 from collections.abc import Iterator, Sequence
 
@@ -8,12 +8,12 @@ MULTIPLE = 1 << 12  # elements; above any kernel's vector, so that no rounding d
 _ALIGNMENT = 256  # bytes; that of accelerators' allocators
 
 
-def room_of(num_bytes: int) -> int:
+def padded_bytes(num_bytes: int) -> int:
     """Return the bytes that a tensor takes in a buffer on the device."""
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def cut(
+def cut_into_loads(
     rows: Sequence[tuple[int, int, int]], multiple: int, num_bytes: int = LOAD_BYTES
 ) -> Iterator[list[tuple[int, int, int]]]:
     """Yield each load as a list of (row, lo, hi): elements [lo, hi) of a row, in the rows' order.
@@ -32,7 +32,8 @@ def cut(
                 hi = (first + lo + room // size) // multiple * multiple - first
                 if hi <= lo and load:
                     yield load
-                    load, room = [], num_bytes
+                    load = []
+                    room = num_bytes
                     continue
                 if hi <= lo:
                     hi = min(numel, ((first + lo) // multiple + 1) * multiple - first)

@@ -1,4 +1,4 @@
-"""Host memory in buffers that are used again: of transfers with files, and of activations."""
+"""Reused buffers of host memory, for transfers with files and for activations."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ class Buffer:
     """
 
     def __init__(self, pool: Pool, memory: torch.Tensor, last_use: Event | None) -> None:
-        self.memory, self.last_use = memory, last_use
+        self.memory = memory
+        self.last_use = last_use
         self._pool: Pool | None = pool
 
     def release(self) -> None:
         """Return the memory to the pool. Releasing twice is harmless."""
-        pool, self._pool = self._pool, None
+        pool = self._pool
+        self._pool = None
         if pool is not None:
             pool._put(self)
 
@@ -33,8 +35,8 @@ class Buffer:
 class Pool:
     """Buffers of the memory that ``make_memory`` returns.
 
-    With ``num_buffers``, so many are made at once, of ``buffer_bytes`` each, and `take` waits for a
-    free one. Otherwise `take` makes what it needs, and frees a smaller free buffer for it.
+    With ``num_buffers``, so many are made at once, of ``buffer_bytes`` each, and `acquire` waits
+    for a free one. Otherwise `acquire` makes a buffer if none fits, in place of a smaller free one.
 
     ``num_bytes`` and ``num_made`` count all buffers, in use or free.
     """
@@ -42,8 +44,10 @@ class Pool:
     def __init__(
         self, make_memory: MakeMemory, num_buffers: int | None = None, buffer_bytes: int = 0
     ) -> None:
-        self.num_bytes = self.num_made = 0
-        self._make_memory, self._num_buffers = make_memory, num_buffers
+        self.num_bytes = 0
+        self.num_made = 0
+        self._make_memory = make_memory
+        self._num_buffers = num_buffers
         self._free: list[Buffer] = []
         self._changed = threading.Condition()
         self._is_closed = False
@@ -51,23 +55,24 @@ class Pool:
         self.reserve(buffer_bytes)
 
     def reserve(self, buffer_bytes: int) -> None:
-        """Make a fixed number of buffers anew if they are smaller. Those in use go when released.
+        """Replace a fixed number of buffers if they are smaller; used ones are freed on release.
 
         They are made one by one: page-locked memory comes in powers of two, so that one block may
         cost double.
         """
         if buffer_bytes > self.buffer_bytes:
-            made = [self._make(buffer_bytes) for _ in range(self._num_buffers or 0)]
+            buffers = [self._make(buffer_bytes) for _ in range(self._num_buffers or 0)]
             with self._changed:
-                self.buffer_bytes, self._free = buffer_bytes, made
-                self.num_bytes = sum(map(_size_of, made))
+                self.buffer_bytes = buffer_bytes
+                self._free = buffers
+                self.num_bytes = sum(map(_size_of, buffers))
 
     @property
     def num_free(self) -> int:
         """Number of free buffers."""
         return len(self._free)
 
-    def take(self, num_bytes: int = 0) -> Buffer:
+    def acquire(self, num_bytes: int = 0) -> Buffer:
         """Return the smallest free buffer that is large enough, or a new one.
 
         **Raises** StateError when closed.
@@ -78,17 +83,19 @@ class Pool:
             if self._is_closed:
                 raise StateError("the disk was closed, so it has no buffers any more")
             fits = [buffer for buffer in self._free if _size_of(buffer) >= num_bytes]
-            found = min(fits, key=_size_of) if fits else max(self._free, key=_size_of, default=None)
-            if found is not None:
-                self._free.remove(found)
-                if fits:
-                    return found
-                self.num_bytes -= _size_of(found)
+            if fits:
+                smallest = min(fits, key=_size_of)
+                self._free.remove(smallest)
+                return smallest
+            replaced = max(self._free, key=_size_of, default=None)
+            if replaced is not None:
+                self._free.remove(replaced)
+                self.num_bytes -= _size_of(replaced)
         self.num_bytes += num_bytes
         return self._make(num_bytes)
 
     def close(self) -> None:
-        """Free the memory; a pending `take` raises."""
+        """Free the memory; a pending `acquire` raises."""
         with self._changed:
             self._is_closed = True
             self._free.clear()
@@ -99,7 +106,7 @@ class Pool:
         return Buffer(self, self._make_memory(num_bytes), None)
 
     def _put(self, buffer: Buffer) -> None:
-        """Take back a buffer: its memory for another `Buffer`, as the old one may be kept."""
+        """Free a buffer; its memory gets a new `Buffer`, as the caller may keep the old one."""
         with self._changed:
             if self._num_buffers is None or _size_of(buffer) >= self.buffer_bytes:
                 self._free.append(Buffer(self, buffer.memory, buffer.last_use))

@@ -1,8 +1,8 @@
-"""Integers: places of tensors in a unit's file, and its bytes dealt over folders by speed.
+"""Integers: offsets of tensors in a unit's file, and its bytes divided over folders by speed.
 
-The bytes are cut into stripes, which are dealt in rounds. In each round a folder gets a number of
-stripes by its speed, spread over the round, and appends them to its file. So any range of the unit
-is one range of each folder's file, and all folders work on it at once.
+The bytes are cut into stripes, which are assigned in rounds. In each round a folder gets a number
+of stripes by its speed, spread over the round, and appends them to its file. So any range of the
+unit is one range of each folder's file, and all folders work on it at once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,7 +31,8 @@ class Regions:
 
 def regions_of(sizes: Sequence[int]) -> Regions:
     """Return the regions of tensors with these sizes in bytes, in order."""
-    begins, end = [], 0
+    begins = []
+    end = 0
     for num_bytes in sizes:
         begins.append(end)
         end += align(num_bytes)
@@ -43,7 +44,7 @@ _ROUND = 64  # stripes; a share is a multiple of 1/64
 
 
 @dataclass(frozen=True)
-class Piece:
+class FileRange:
     """``num_bytes`` at offset ``at`` of the file in folder number ``folder``.
 
     They hold the unit's ``ranges``, [begin, end) each, one after another.
@@ -56,21 +57,22 @@ class Piece:
 
 
 class Stripes:
-    """Deals bytes over folders. ``speeds``: one per folder, in any unit, above 0."""
+    """Divides bytes over folders. ``speeds``: one per folder, in any unit, above 0."""
 
     def __init__(self, speeds: Sequence[float], stripe_bytes: int = STRIPE_BYTES) -> None:
         assert stripe_bytes % ALIGNMENT == 0
         self._bytes = stripe_bytes
         self.counts = _counts(speeds)
         turns = [((k + 0.5) / n, f) for f, n in enumerate(self.counts) for k in range(n)]
-        self._folders = [folder for _, folder in sorted(turns)]
+        self._folders = [folder for _, folder in sorted(turns)]  # of each stripe of a round
+        # Of each stripe of a round: its number among those of its folder.
         self._places = [self._folders[:i].count(f) for i, f in enumerate(self._folders)]
 
-    def pieces(self, begin: int, end: int, most_bytes: int) -> Iterator[Piece]:
-        """Yield bytes [begin, end) of the unit as pieces, each of at most ``most_bytes``.
+    def pieces(self, begin: int, end: int, max_bytes: int) -> Iterator[FileRange]:
+        """Yield bytes [begin, end) of the unit as pieces, each of at most ``max_bytes``.
 
         Pieces begin and end at multiples of `ALIGNMENT`, except at ``begin`` and ``end``.
-        ``most_bytes`` is a multiple of the stripe.
+        ``max_bytes`` is a multiple of the stripe.
         """
         open_pieces: dict[int, tuple[int, list[tuple[int, int]]]] = {}
         while begin < end:
@@ -83,13 +85,13 @@ class Stripes:
             else:
                 ranges.append((begin, upto))
             at += inside + upto - begin
-            if at % most_bytes == 0:
+            if at % max_bytes == 0:
                 del open_pieces[folder]
-                yield Piece(folder, first, at - first, tuple(ranges))
+                yield FileRange(folder, first, at - first, tuple(ranges))
             begin = upto
         for folder, (first, ranges) in open_pieces.items():
             num_bytes = sum(hi - lo for lo, hi in ranges)
-            yield Piece(folder, first, num_bytes, tuple(ranges))
+            yield FileRange(folder, first, num_bytes, tuple(ranges))
 
     def part_bytes(self, num_bytes: int) -> list[int]:
         """Return how many of the first ``num_bytes`` bytes each folder has."""

@@ -18,25 +18,26 @@ from shardwise.offload.stripes import align
 Job = tuple[Executor, Callable[[], None]]
 
 
-class Transfer:
+class FileTransfer:
     """A transfer of bytes [begin, end) of a file from or to memory; do not touch that memory.
 
     ``then`` is called when the transfer ends, even in failure, in the thread that ends it.
+    ``is_reported``: `wait` has returned or raised, so a failure is known.
     """
 
     def __init__(self, begin: int, end: int, writes: bool, then: Callable[[], None] | None) -> None:
-        self.was_told = False
+        self.is_reported = False
         self._begin = begin
         self._end = align(end)  # so that transfers with a common block overlap
         self._writes = writes
         self._then = then
         self._over = threading.Event()
         self._error: BaseException | None = None
-        # The lock of the file's `Transfers` guards the rest.
+        # The lock of the file's `Transfers` guards the attributes below.
         self._jobs: Sequence[Job] = ()
         self._jobs_left = 0
         self._waits_for = 0
-        self._followers: list[Transfer] = []
+        self._followers: list[FileTransfer] = []
 
     @property
     def is_over(self) -> bool:
@@ -55,11 +56,11 @@ class Transfer:
     def wait(self) -> None:
         """Wait for the end. **Raises** StorageError if it failed, in every call."""
         self._over.wait()
-        self.was_told = True
+        self.is_reported = True
         if self._error is not None:
             raise StorageError(str(self._error) or repr(self._error)) from self._error
 
-    def conflicts_with(self, other: Transfer) -> bool:
+    def conflicts_with(self, other: FileTransfer) -> bool:
         """Return True if the two must run in order."""
         overlap = self._begin < other._end and other._begin < self._end
         return overlap and (self._writes or other._writes)
@@ -70,17 +71,18 @@ class Transfers:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._under_way: list[Transfer] = []
+        self._in_flight: list[FileTransfer] = []
         self._failed_write: BaseException | None = None
 
-    def start(self, transfer: Transfer, jobs: Sequence[Job]) -> None:
+    def start(self, transfer: FileTransfer, jobs: Sequence[Job]) -> None:
         """Run a transfer's jobs on their executors, after earlier transfers in conflict."""
         with self._lock:
-            before = [other for other in self._under_way if other.conflicts_with(transfer)]
+            before = [other for other in self._in_flight if other.conflicts_with(transfer)]
             for other in before:
                 other._followers.append(transfer)
-            self._under_way.append(transfer)
-            transfer._jobs, transfer._jobs_left = jobs, len(jobs)
+            self._in_flight.append(transfer)
+            transfer._jobs = jobs
+            transfer._jobs_left = len(jobs)
             transfer._waits_for = len(before)
         if not before:
             self._submit(transfer)
@@ -94,13 +96,14 @@ class Transfers:
         """Wait until no transfer is in flight."""
         while True:
             with self._lock:
-                under_way = list(self._under_way)
-            if not under_way:
+                in_flight = list(self._in_flight)
+            if not in_flight:
                 return
-            under_way[0].join()
+            in_flight[0].join()
 
-    def _submit(self, transfer: Transfer) -> None:
-        jobs, transfer._jobs = transfer._jobs, ()
+    def _submit(self, transfer: FileTransfer) -> None:
+        jobs = transfer._jobs
+        transfer._jobs = ()
         if not jobs:
             self._end(transfer)
         for executor, job in jobs:
@@ -109,7 +112,7 @@ class Transfers:
             except RuntimeError as error:  # the interpreter ends
                 self._job_ended(transfer, error)
 
-    def _run(self, transfer: Transfer, job: Callable[[], None]) -> None:
+    def _run(self, transfer: FileTransfer, job: Callable[[], None]) -> None:
         error = self._failed_write or transfer._error
         try:
             if error is None:
@@ -118,7 +121,7 @@ class Transfers:
             error = raised
         self._job_ended(transfer, error)
 
-    def _job_ended(self, transfer: Transfer, error: BaseException | None) -> None:
+    def _job_ended(self, transfer: FileTransfer, error: BaseException | None) -> None:
         with self._lock:
             transfer._error = transfer._error or error
             if transfer._writes:
@@ -128,7 +131,7 @@ class Transfers:
                 return
         self._end(transfer)
 
-    def _end(self, transfer: Transfer) -> None:
+    def _end(self, transfer: FileTransfer) -> None:
         try:
             if transfer._then is not None:
                 transfer._then()
@@ -136,8 +139,9 @@ class Transfers:
             transfer._error = transfer._error or error
         with self._lock:
             transfer._over.set()
-            self._under_way.remove(transfer)
-            followers, transfer._followers = transfer._followers, []  # a kept one keeps no other
+            self._in_flight.remove(transfer)
+            followers = transfer._followers
+            transfer._followers = []  # so that a caller who keeps this one keeps no other
             for other in followers:
                 other._waits_for -= 1
             ready = [other for other in followers if not other._waits_for]

@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from shardwise.offload.lane import Copies, Load
-from shardwise.offload.loads import cut
+from shardwise.offload.loads import cut_into_loads
+from shardwise.offload.staging import Copies, DeviceLoad
 from shardwise.optim.codes import Scratch
 from shardwise.optim.kinds import ROW
 from shardwise.optim.moments import MOMENTS, AsTheyAre, Held, Moments, Span, computed_in
@@ -122,7 +122,7 @@ def update(work: Sequence[Work], kind: Moments, settings: Settings) -> None:
 class PartOfStep:
     """The step of some parameters: the work and settings of each group.
 
-    Call it once. Or run its `loads` in a lane, and call `hand_on` when all are back.
+    Call it once. Or run its `loads` through staging buffers, and call `hand_on` when all are back.
     """
 
     def __init__(self, todo: Sequence[tuple[Sequence[Work], Moments, Settings]]) -> None:
@@ -144,8 +144,10 @@ class PartOfStep:
         ]
 
     @torch.no_grad()
-    def loads(self, num_bytes: int, mirror: Mirror, make_memory: MakeHostMemory) -> Iterator[Load]:
-        """Yield the step as loads of a lane; see `PlainStep.loads`. It makes no memory."""
+    def loads(
+        self, num_bytes: int, mirror: Mirror, make_memory: MakeHostMemory
+    ) -> Iterator[DeviceLoad]:
+        """Yield the step as loads for staging buffers; see `PlainStep.loads`. Allocate nothing."""
         for work, kind, settings in self._todo:
             torch._foreach_add_([each.step for each in work], 1)
             yield from _loads(work, kind, settings, num_bytes, mirror)
@@ -161,10 +163,10 @@ def _loads(
     settings: Settings,
     num_bytes: int,
     mirror: Mirror,
-) -> Iterator[Load]:
+) -> Iterator[DeviceLoad]:
     """Yield steps of parts of slices, cut at multiples of `ROW`, so that blocks stay whole."""
 
-    def load_of(parts: Sequence[Work]) -> Load:
+    def load_of(parts: Sequence[Work]) -> DeviceLoad:
         def step(brought: list[torch.Tensor]) -> Copies:
             rest = iter(brought)
             there = [part.with_tensors(rest) for part in parts]
@@ -178,7 +180,7 @@ def _loads(
                     copies.append((done.slice.param, kept[part.begin :][: len(done.slice.param)]))
             return copies
 
-        return Load([each for part in parts for each in part.tensors], step)
+        return DeviceLoad([each for part in parts for each in part.tensors], step)
 
     sizes = [
         (
@@ -188,7 +190,7 @@ def _loads(
         )
         for each in work
     ]
-    for pieces in cut(sizes, ROW, num_bytes):
+    for pieces in cut_into_loads(sizes, ROW, num_bytes):
         yield load_of([work[number].part(kind, lo, hi) for number, lo, hi in pieces])
 
 

@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
-from shardwise.offload.lane import Copies, Load
-from shardwise.offload.loads import MULTIPLE, cut
+from shardwise.offload.loads import MULTIPLE, cut_into_loads
+from shardwise.offload.staging import Copies, DeviceLoad
 from shardwise.tensor.plain_state import PLAIN_SCALARS, owner_of
 from shardwise.tensor.shard_tensor import ShardTensor
 
@@ -51,8 +51,12 @@ class PlainStep(Protocol):
     def __call__(self) -> State:
         """Step; return the tensors with which the optimizer has replaced some that were brought."""
 
-    def loads(self, num_bytes: int, mirror: Mirror, make_memory: MakeHostMemory) -> Iterator[Load]:
-        """Yield the step as loads of a lane, of ``num_bytes``; call `hand_on` when all are back.
+    def loads(
+        self, num_bytes: int, mirror: Mirror, make_memory: MakeHostMemory
+    ) -> Iterator[DeviceLoad]:
+        """Yield the step as loads of ``num_bytes`` for staging buffers.
+
+        Call `hand_on` when all are back.
 
         ``mirror`` returns the device memory that also receives a parameter's new values. It is
         called once per piece. ``make_memory`` is for new state.
@@ -164,8 +168,10 @@ class Apart:
                     self._hand_on(row, key, value)
         return replaced
 
-    def loads(self, num_bytes: int, mirror: Mirror, make_memory: MakeHostMemory) -> Iterator[Load]:
-        """Yield the step as loads of a lane; see `PlainStep.loads`."""
+    def loads(
+        self, num_bytes: int, mirror: Mirror, make_memory: MakeHostMemory
+    ) -> Iterator[DeviceLoad]:
+        """Yield the step as loads for staging buffers; see `PlainStep.loads`."""
         for row in self._rows:
             for key, value in row.state.items():
                 if not value.is_contiguous():
@@ -174,10 +180,10 @@ class Apart:
             (row.local.numel(), sum(each.element_size() for each in row.tensors), 0)
             for row in self._rows
         ]
-        for load in cut(sizes, MULTIPLE, num_bytes):
+        for load in cut_into_loads(sizes, MULTIPLE, num_bytes):
             pieces = [_Piece(self._rows[row], lo, hi) for row, lo, hi in load]
             work = self._work_on(pieces, mirror, make_memory)
-            yield Load([piece.of(t) for piece in pieces for t in piece.row.tensors], work)
+            yield DeviceLoad([piece.of(t) for piece in pieces for t in piece.row.tensors], work)
 
     def hand_on(self) -> None:
         """Write the state that `loads` have made into the caller's state."""

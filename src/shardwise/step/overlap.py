@@ -45,7 +45,7 @@ from shardwise.engine.agreement import any_rank, make_room
 from shardwise.engine.runtime import Engine
 from shardwise.engine.schedule import in_forward_order
 from shardwise.errors import ConfigError
-from shardwise.offload.lane import Lane
+from shardwise.offload.staging import StagingBuffers
 from shardwise.step.background import BackgroundStep
 from shardwise.step.local_step import (
     ELEMENTWISE,
@@ -170,8 +170,8 @@ def _step_first(optimizer: Optimizer, *_: object) -> None:
 def staging_bytes(optimizer: Optimizer | None) -> int:
     """Return the bytes of device buffers through which state on the host is stepped."""
     parts = () if optimizer is None else getattr(optimizer, "optimizers", (optimizer,))
-    lanes = [made.lane for made in map(_overlap_of, parts) if made is not None]
-    return sum(lane.num_bytes for lane in lanes if lane is not None)
+    staging = [made.staging for made in map(_overlap_of, parts) if made is not None]
+    return sum(buffers.num_bytes for buffers in staging if buffers is not None)
 
 
 ByUnit = Mapping[Unit | None, Params]
@@ -225,7 +225,9 @@ class Overlap:
         self._stored = StateFiles()
         self._num_loads = 0  # the models' loads at the last exchange between ranks
         self._some_rank_stores = False  # the result of that exchange, until the step is taken
-        self.lane: Lane | None = None  # through the device, made when the first unit needs it
+        self.staging: StagingBuffers | None = (
+            None  # through the device, made when the first unit needs it
+        )
         self._thread = ThreadPoolExecutor(1, "shardwise-step")
         self._writer = ThreadPoolExecutor(1, "shardwise-store")  # waits for writes
         here = torch.get_num_threads()
@@ -403,8 +405,8 @@ class Overlap:
             # If a group's moments have another form now, the next step stores them again.
             file = self._stored.file_of(unit, held)
         if home.steps_on_device:
-            self.lane = self.lane or Lane(home.device, home.time)
-            device = OnDevice(unit, home, self.lane)
+            self.staging = self.staging or StagingBuffers(home.device, home.time)
+            device = OnDevice(unit, home, self.staging)
         return UnitStep(plain, tensors, file, held, device)
 
 

@@ -20,10 +20,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise.offload.disk import BufferRead, Disk
-from shardwise.offload.file_slices import mapped
+from shardwise.offload.file_slices import map_file
 from shardwise.offload.files import DiskFile
 from shardwise.offload.stripes import regions_of
-from shardwise.offload.transfers import Transfer
+from shardwise.offload.transfers import FileTransfer
 from shardwise.step.local_step import Key, Params, State, SteppedByParts, sizes_of_state
 from shardwise.tensor.elements import elements_of, set_elements
 from shardwise.tensor.plain_state import PLAIN_SCALARS
@@ -120,7 +120,7 @@ class StateFile:
         for key, tensor in held.items():
             write = self.disk.start_write(self._file, self._rows[key].begin, tensor.contiguous())
             write.wait()
-        self._mapped = mapped(self._file)
+        self._mapped = map_file(self._file)
 
     def at_rest(self, key: Key) -> torch.Tensor:
         """Return a tensor that is mapped from the file."""
@@ -138,7 +138,7 @@ class StateFile:
         """Start reading the whole file into a buffer, when one is free."""
         return self.disk.start_reading(self._file, self.num_bytes)
 
-    def start_write(self, memory: torch.Tensor, then: Callable[[], None]) -> Transfer:
+    def start_write(self, memory: torch.Tensor, then: Callable[[], None]) -> FileTransfer:
         """Start writing the whole file from memory, and call ``then`` at the end."""
         return self.disk.start_write(self._file, 0, memory[: self.num_bytes], then)
 

@@ -32,7 +32,7 @@ from shardwise.device import Event
 from shardwise.errors import StorageError
 from shardwise.homes import LOAD_BYTES
 from shardwise.offload.disk import BufferRead
-from shardwise.offload.lane import Lane
+from shardwise.offload.staging import StagingBuffers
 from shardwise.step.local_step import Key, PlainStep
 from shardwise.step.state_files import StateFile, StateTensor
 from shardwise.tensor.elements import elements_of, set_elements
@@ -143,9 +143,9 @@ class OnDevice:
     after the step if it was before, and if no other write changed the slices.
     """
 
-    def __init__(self, unit: Unit, home: Home, lane: Lane) -> None:
-        self._lane = lane
-        self._make_memory = home.allocate
+    def __init__(self, unit: Unit, home: Home, staging: StagingBuffers) -> None:
+        self._staging = staging
+        self._make_memory = home.memory
         self._called = home.time.current_stream().record()  # earlier work may read the copies
         self._versions = {
             storage: storage.version
@@ -156,9 +156,9 @@ class OnDevice:
     def start(self, plain: PlainStep) -> Callable[[], None]:
         """Enqueue a step; return the function that waits until all loads are back on the host."""
         back: Event | None = None
-        self._lane.follow(self._called)
+        self._staging.follow(self._called)
         for load in plain.loads(LOAD_BYTES, self._mirror, self._make_memory):
-            back = self._lane.run(load)
+            back = self._staging.run(load)
 
         def wait() -> None:
             if back is not None:

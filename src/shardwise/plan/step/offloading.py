@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from shardwise.homes import COPIES_IN_MEMORY, LOADS, NUM_BUFFERS, tier_of
-from shardwise.offload.loads import MULTIPLE, cut, room_of
+from shardwise.offload.loads import MULTIPLE, cut_into_loads, padded_bytes
 from shardwise.offload.stripes import align, regions_of
 from shardwise.optim.kinds import ROW
 from shardwise.plan.candidate import Candidate
@@ -85,12 +85,12 @@ class Offloading:
                 slices = [(n, self._read_bytes(n, master, has_state)) for n, master in updated]
                 rows = [(n, sum(parts) // max(n, 1), 0) for n, parts in slices]
                 loads = known[updated] = []
-                for load in cut(rows, ROW if self._optimizer.by == "own" else MULTIPLE):
+                for load in cut_into_loads(rows, ROW if self._optimizer.by == "own" else MULTIPLE):
                     pieces = (
                         self._read_bytes(hi - lo, updated[row][1], has_state)
                         for row, lo, hi in load
                     )
-                    loads.append(sum(room_of(part) for parts in pieces for part in parts))
+                    loads.append(sum(padded_bytes(part) for parts in pieces for part in parts))
             yield from known[updated]
 
     def _read_bytes(self, numel: int, master: DtypeName, has_state: bool = True) -> tuple[int, ...]:

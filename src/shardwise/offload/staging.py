@@ -2,10 +2,10 @@
 
 Note [Through the device and back]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Three streams take turns with the buffers: while one load is stepped, the next one is fetched and
-the previous one is evicted, so the link carries both directions at once. The caller only enqueues.
-A buffer is refilled when its contents are evicted; the streams wait for that. The streams belong to
-the lane, so that the slices a forward pass fetches do not queue behind an optimizer's whole state.
+Three streams work on different buffers: while one load is stepped, the next one is fetched and the
+previous one is evicted, so the link carries both directions at once. The caller only enqueues. A
+buffer is refilled when its contents are evicted; the streams wait for that. These streams are not
+those of the gathers, so that a forward pass's slices do not queue behind an optimizer's state.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import torch
 
 from shardwise.device import DeviceTime, Event
 from shardwise.homes import LOADS
-from shardwise.offload.loads import room_of
+from shardwise.offload.loads import padded_bytes
 
 Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]  # (device tensor, destination)
 
 
 @dataclass(frozen=True)
-class Load:
+class DeviceLoad:
     """Tensors on the host that are stepped together on the device.
 
     ``work`` receives their device copies, in the same order, and returns the copies back. It runs
-    on the lane's stream, and should not wait for the device. The caller keeps the destination
-    memory alive until the copies are done.
+    on the stream of the buffers, and should not wait for the device. The caller keeps the
+    destination memory alive until the copies are done.
     """
 
     tensors: Sequence[torch.Tensor]
@@ -38,11 +38,11 @@ class Load:
 @dataclass
 class _Buffer:
     memory: torch.Tensor
-    left: Event | None = None  # all contents are evicted
-    kept: Sequence[torch.Tensor] = ()  # sources of the evictions, until then
+    evicted: Event | None = None  # all contents are evicted
+    sources: Sequence[torch.Tensor] = ()  # of the evictions, until then
 
 
-class Lane:
+class StagingBuffers:
     """Buffers of one device, made on first use, as large as the largest load.
 
     **Cost** 3 x the bytes of the largest load on the device. It is used by one thread at a time.
@@ -51,7 +51,9 @@ class Lane:
     def __init__(self, device: torch.device, time: DeviceTime) -> None:
         self._device = device
         self._time = time
-        self._fetching, self._working, self._evicting = (time.new_stream() for _ in range(3))
+        self._fetching = time.new_stream()
+        self._working = time.new_stream()
+        self._evicting = time.new_stream()
         self._buffers: list[_Buffer] = []
         self._num_loads = 0
 
@@ -65,20 +67,21 @@ class Lane:
         self._working.wait(event)
         self._evicting.wait(event)
 
-    def run(self, load: Load) -> Event:
+    def run(self, load: DeviceLoad) -> Event:
         """Enqueue a load's fetch, work and evictions; return the event of its arrival."""
-        sizes = [room_of(tensor.nbytes) for tensor in load.tensors]
+        sizes = [padded_bytes(tensor.nbytes) for tensor in load.tensors]
         buffer = self._next(sum(sizes))
-        brought = self._bring(load.tensors, buffer.memory[: sum(sizes)].split(sizes), buffer.left)
+        parts = buffer.memory[: sum(sizes)].split(sizes)
+        fetched = self._fetch(load.tensors, parts, buffer.evicted)
         self._working.wait(self._fetching.record())
-        buffer.kept = ()  # memory of this stream, which now follows its last use
+        buffer.sources = ()  # memory of this stream, which now follows its last use
         with self._working.use():
-            copies = load.work(brought)
-        buffer.kept = [source for source, _ in copies]
-        buffer.left = self._take_back(copies)
-        return buffer.left
+            copies = load.work(fetched)
+        buffer.sources = [source for source, _ in copies]
+        buffer.evicted = self._evict(copies)
+        return buffer.evicted
 
-    def _bring(
+    def _fetch(
         self,
         tensors: Sequence[torch.Tensor],
         parts: Sequence[torch.Tensor],
@@ -86,14 +89,14 @@ class Lane:
     ) -> list[torch.Tensor]:
         if after is not None:
             self._fetching.wait(after)
-        brought = []
+        fetched = []
         with self._fetching.use():
             for tensor, part in zip(tensors, parts, strict=True):
                 view = part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-                brought.append(view.copy_(tensor, non_blocking=True))
-        return brought
+                fetched.append(view.copy_(tensor, non_blocking=True))
+        return fetched
 
-    def _take_back(self, copies: Copies) -> Event:
+    def _evict(self, copies: Copies) -> Event:
         self._evicting.wait(self._working.record())
         with self._evicting.use():
             for source, place in copies:
@@ -101,14 +104,14 @@ class Lane:
         return self._evicting.record()
 
     def _next(self, num_bytes: int) -> _Buffer:
-        """Return the next buffer in turn, with room for ``num_bytes``."""
-        turn = self._num_loads % LOADS
-        if turn == len(self._buffers):
+        """Return the next of the `LOADS` buffers, with room for ``num_bytes``."""
+        number = self._num_loads % LOADS
+        if number == len(self._buffers):
             self._buffers.append(_Buffer(self._memory(num_bytes)))
-        buffer = self._buffers[turn]
+        buffer = self._buffers[number]
         if buffer.memory.numel() < num_bytes:
-            if buffer.left is not None:
-                self._fetching.wait(buffer.left)  # the stream that allocated it
+            if buffer.evicted is not None:
+                self._fetching.wait(buffer.evicted)  # the stream that allocated it
             buffer.memory = self._memory(num_bytes)
         self._num_loads += 1
         return buffer
