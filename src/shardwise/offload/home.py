@@ -5,8 +5,8 @@ With a home, the slices are kept there (page-locked by default if the device is 
 with ``p.grad``, the optimizer's state and its step. The full copies stay on the device. A gather
 fetches this rank's slice into its place in the full buffer and gathers in place. The means of the
 gradients are evicted before they become ``p.grad``. Neither blocks: a fetch overlaps computation,
-and the gather follows it on its stream. The *host* waits for both, since the host writes the slices and
-reads the means. It waits for a fetch before the full parameters are used, so that slices may be
+and the gather follows it on its stream. The *host* waits for both, since the host writes the slices
+and reads the means. It waits for a fetch before the full parameters are used, so that slices may be
 written whenever a unit is FULL or SHARDED, and for an eviction before ``p.grad`` is set.
 
 Note [One slab]

@@ -225,9 +225,7 @@ class Overlap:
         self._stored = StateFiles()
         self._num_loads = 0  # the models' loads at the last exchange between ranks
         self._some_rank_stores = False  # the result of that exchange, until the step is taken
-        self.staging: StagingBuffers | None = (
-            None  # through the device, made when the first unit needs it
-        )
+        self.staging: StagingBuffers | None = None  # made when the first unit needs it
         self._thread = ThreadPoolExecutor(1, "shardwise-step")
         self._writer = ThreadPoolExecutor(1, "shardwise-store")  # waits for writes
         here = torch.get_num_threads()
