@@ -146,7 +146,7 @@ def test_what_is_no_one_parameter_is_not_tied_and_copies_that_part_are_found(ran
     both_ways = {"a": "b", "b": "a"}
     refused(Ends(ends[place]), both_ways, r"names: \['a', 'b'\] are on both sides")
     others = {"b": "a"} if rank else {"a": "b"}
-    refused(Ends(ends[place]), others, r"names: rank \d asked for")
+    refused(Ends(ends[place]), others, r"names: rank \d passed")
     other_shape = Ends(ends[place], (WORDS, WIDTH + place))
     refused(other_shape, {"b": "a"}, r"'a' cannot be one parameter.* on rank 0.* on rank 1")
     other_dtype = Ends(ends[place], dtype=(torch.float32, torch.float64)[place])

@@ -268,7 +268,7 @@ def test_what_would_train_on_a_part_without_a_word_is_refused(rank, num_ranks):
     refused(r"along dim 1 the tensors have \[12, 11\] tokens", ids, ids[:, 1:])
     refused("expected the tensors that have a sequence")
     refused(f"cp={num_ranks} does not divide the 5 heads", ids, query=part)
-    refused("the mask has the shape .* of all its tokens", ids, query=part, attn_mask=mask)
+    refused("the mask has the shape .* covers all its tokens", ids, query=part, attn_mask=mask)
     packed = {"documents": [4, 8], "query": part}
     refused("attn_mask and documents= are both given", ids, attn_mask=mask, **packed)
     ring = shardwise.parallel.ContextParallel(model, axes, method="ring")
