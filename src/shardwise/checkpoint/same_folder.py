@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from shardwise.checkpoint.all_ranks import on_all_ranks
 from shardwise.checkpoint.verify import manifest_now
 from shardwise.comm.control import exchange_any
-from shardwise.engine.agreement import describe_ranks_apart
+from shardwise.engine.agreement import describe_difference
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.processes import boot_id
 
@@ -134,7 +134,7 @@ def _refuse(call: str, given: Sequence[Given], ranks: Iterable[int]) -> None:
         apart.setdefault(_show(given[rank]), []).append(rank)
     if apart:
         there = _show(given[0])
-        texts = [describe_ranks_apart(each, text, 0, there) for text, each in apart.items()]
+        texts = [describe_difference(each, text, 0, there) for text, each in apart.items()]
         shown = "; ".join(texts[:_MAX_SHOWN])
         raise ConfigError(
             f"{call}: the ranks differ in the folder: {shown}. Give the same path and step to all "
