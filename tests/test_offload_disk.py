@@ -28,7 +28,7 @@ from ranks import HANG_S, forked
 from shardwise.errors import ConfigError, StateError, StorageError
 from shardwise.offload import disk as disk_module
 from shardwise.offload.disk import Disk
-from shardwise.offload.file_slices import cached_share, mapped
+from shardwise.offload.file_slices import cached_share, map_file
 from shardwise.offload.files import System
 from shardwise.offload.pool import Pool
 from shardwise.offload.stripes import ALIGNMENT, STRIPE_BYTES, Stripes, regions_of
@@ -688,7 +688,7 @@ def test_a_file_system_without_nameless_files_has_them_without_a_name_all_the_sa
 
 def test_what_the_system_has_of_a_file_in_memory_is_known(tmp_path):
     disk = Disk([tmp_path], 0, 1, lambda n: torch.zeros(n, dtype=torch.uint8), 0)
-    memory = mapped(disk.file("unit", 8 << 20))
+    memory = map_file(disk.file("unit", 8 << 20))
     memory.fill_(3)
     assert cached_share(memory) == 1
     address, num_bytes = ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes)
