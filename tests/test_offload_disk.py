@@ -592,7 +592,7 @@ def test_closing_waits_for_what_is_under_way_and_leaves_no_thread_and_no_space(f
     assert system.counts["close"] == system.counts["open"]
     disk.close()
     for call in (
-        disk.take,
+        disk.acquire,
         lambda: disk.file("u", 1),
         lambda: disk.start_read(file, 0, torch.ones(1)),
     ):
