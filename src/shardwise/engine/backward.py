@@ -151,7 +151,9 @@ class Backward:
             reduces = self.schedule.reduces(unit, is_last)
             unit.grads.has_local_sum |= self.window_open and not reduces
             # A deferred unit has done the first half of its reduction; the second half may wait.
-            is_deferred = unit.is_deferred and (is_last is False or not unit.grads.sum_settings.all_reduces)
+            is_deferred = unit.is_deferred and (
+                is_last is False or not unit.grads.sum_settings.all_reduces
+            )
             is_partial = unit.grads.state is GradState.PARTIAL and not is_deferred
             must_close = self.passes.is_open(unit) or (reduces and is_partial)
             if must_close and not self.schedule.is_waiting(unit):

@@ -23,7 +23,9 @@ class Reduction:
         # A ShardTensor finishes the reduction when its ``p.grad`` is read, so that a pass that
         # raises leaves the old gradient. A DTensor, and hooks that step in backward, cannot: their
         # ``p.grad`` is set as soon as the sum is there.
-        self.finishes_reduction_on_read = any(p.form.finishes_reduction_on_read for u in units for p in u.params)
+        self.finishes_reduction_on_read = any(
+            p.form.finishes_reduction_on_read for u in units for p in u.params
+        )
         self.is_dropped = False  # True if the result is to be discarded
         self._running: RunningSum | None = None  # None before the start and after the end
         self._first: list[ShardedParam] = []  # parameters that had no ``p.grad`` before

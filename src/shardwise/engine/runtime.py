@@ -282,7 +282,11 @@ class Engine:
         others_follow = output is not None and self.status.micro_batches.others_follow
         if goes_on and unit.settings.stage.frees_after_forward:
             self.schedule.mark_prefetched(unit)
-        with nullcontext() if unit.gather.secondary is None else unit.gather.secondary.keeping_parts():
+        with (
+            nullcontext()
+            if unit.gather.secondary is None
+            else unit.gather.secondary.keeping_parts()
+        ):
             self.schedule.after_forward(
                 unit,
                 in_backward=call.in_backward,

@@ -102,7 +102,7 @@ class FileSlices:
                 self.release()
                 raise
 
-    def slices_of(self, version: int) -> torch.Tensor:
+    def take_slices(self, version: int) -> torch.Tensor:
         """Return memory with the slices: the buffer read ahead, or the mapped file."""
         if self._reading is None or self._version != version:
             return self.mapped

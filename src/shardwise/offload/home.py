@@ -128,10 +128,10 @@ class Home:
         with WAITS.reporting_failures():
             return map_file(disk.file(self.unit, numel * dtype.itemsize)).view(dtype)
 
-    def persistent_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return zeros at home, allocated until the model is freed."""
+    def allocate_for_model(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return zeroed memory at home that is kept as long as the model."""
         if self.slab is None:
-            return self.memory(numel, dtype).zero_()
+            return self.allocate(numel, dtype).zero_()
         return self.slab.allocate(numel, dtype)
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -172,7 +172,7 @@ class Home:
         elif self.files.grads is not None:
             evicted = self.in_file(self.files.grads, values.numel(), dtype)
         else:
-            evicted = self.memory(values.numel(), dtype)
+            evicted = self.allocate(values.numel(), dtype)
         span = self.tracer.copies("to_host", self.unit, evicted.nbytes)
         with follow_current(self.time, stream), span:
             evicted.copy_(values.to(dtype), non_blocking=True)
@@ -212,10 +212,10 @@ class OffloadHomes:
         total = 0
         for need in needs:
             if self._files.params is not None:
-                slices = FileSlices(self._files.params, room.unit, room.numel, room.dtype)
-                self._in_files.setdefault(room.unit, []).append(slices)
-            copies = (self._files.params is None) + (self._files.grads is None and room.trains)
-            total += copies * align(room.numel * room.dtype.itemsize)
+                slices = FileSlices(self._files.params, need.unit, need.numel, need.dtype)
+                self._in_files.setdefault(need.unit, []).append(slices)
+            copies = (self._files.params is None) + (self._files.grads is None and need.trains)
+            total += copies * align(need.numel * need.dtype.itemsize)
         if not total:
             return
         try:

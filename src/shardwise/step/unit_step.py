@@ -145,7 +145,7 @@ class OnDevice:
 
     def __init__(self, unit: Unit, home: Home, staging: StagingBuffers) -> None:
         self._staging = staging
-        self._make_memory = home.memory
+        self._make_memory = home.allocate
         self._called = home.time.current_stream().record()  # earlier work may read the copies
         self._versions = {
             storage: storage.version

@@ -300,7 +300,9 @@ def _copy_unit(unit: Unit, comm: Comm, engine: Engine, ledger: FullParamLedger, 
             copied.index = param.index
         else:
             copied.attach_storage(storages[id(param.storage)], param.index)
-        copied.copy_attributes({k: v for k, v in vars(param.sharded).items() if not k.startswith("_")})
+        copied.copy_attributes(
+            {k: v for k, v in vars(param.sharded).items() if not k.startswith("_")}
+        )
         new_unit.params.append(copied)
         memo[id(param.sharded)] = copied.sharded
     copies = {id(param): new for param, new in zip(unit.params, new_unit.params, strict=True)}
