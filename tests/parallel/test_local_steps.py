@@ -15,7 +15,7 @@ from shardwise.errors import ConfigError, ReplicaError, StateError
 from shardwise.parallel import LocalSteps, Outer, mean_loss
 from shardwise.train.config import TrainConfig
 from shardwise.train.decoder import Decoder
-from shardwise.train.setup import shard_decoder, start_local_steps
+from shardwise.train.setup import make_local_steps, shard_decoder
 from trainer import (
     adamw,
     backward_all,
@@ -317,7 +317,7 @@ def _train_experts(rank, world_size, replica):
     with torch.device("meta"):
         model = Decoder(config, 64)
     model = shard_decoder(config, config.axes.over(world_size), model)
-    local = start_local_steps(config, model)
+    local = make_local_steps(config, model)
     optimizer = adamw(list(model.parameters()))
     random = torch.Generator().manual_seed(rank if replica is None else 2 * replica + rank)
     for _ in range(3):

@@ -21,7 +21,7 @@ from shardwise.plan.planning import plan
 from shardwise.plan.request import PlanRequest
 from shardwise.plan.step.play import play
 from shardwise.train.config import TrainConfig
-from shardwise.train.setup import start_local_steps
+from shardwise.train.setup import make_local_steps
 from shardwise.train.summary import count_state
 
 VOCAB = 64
@@ -91,7 +91,7 @@ def run_all(rank, num_ranks, runs):
 def measured(config, num_ranks):
     """Take two steps; return what this rank holds after the second one, and sent in it."""
     model, run_passes = compose(config, num_ranks)
-    optimizer, local = torch.optim.AdamW(model.parameters()), start_local_steps(config, model)
+    optimizer, local = torch.optim.AdamW(model.parameters()), make_local_steps(config, model)
     outer_bytes = 0 if local is None else local.state_bytes
     for _ in range(2):  # in the first one stages tell each other of shapes
         before = shardwise.debug.stats(model)

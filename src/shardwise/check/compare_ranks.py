@@ -59,20 +59,20 @@ def check_replicas(model: Model, optimizer: Optimizer | None = None) -> None:
     """
     engine = Parts(model)
     engine.finish_pending_work("check_replicas()")
-    joined = None if optimizer is None else Joined(optimizer)
+    joined = None if optimizer is None else StageOptimizers(optimizer)
     errors = list(_mesh_errors(engine, joined))
-    if engine.everyone is not engine.comm.control:
-        rows = exchange_any(engine.everyone, "".join(errors[:1]).encode())
+    if engine.all_ranks is not engine.comm.control:
+        rows = exchange_any(engine.all_ranks, "".join(errors[:1]).encode())
         errors = [row.decode() for row in rows if row]  # so that all ranks raise together
     if errors:
         raise ReplicaError(errors[0])
-    if engine.everyone is not engine.comm.control:
+    if engine.all_ranks is not engine.comm.control:
         _check_uncut(engine, joined)
     if engine.has_stages:
         _check_tied(engine, joined)
 
 
-def _mesh_errors(engine: Parts, optimizer: Joined | None) -> Iterator[str]:
+def _mesh_errors(engine: Parts, optimizer: StageOptimizers | None) -> Iterator[str]:
     """Yield the error of each mesh, the same on every rank of the mesh."""
     for comm in engine.comms:
         try:
@@ -108,7 +108,7 @@ def _check_uncut(engine: Parts, optimizer: StageOptimizers | None) -> None:
     raise _corrupted(differences)
 
 
-def _uncut_entries(engine: Parts, optimizer: Joined | None) -> Iterator[_CopiedTensor]:
+def _uncut_entries(engine: Parts, optimizer: StageOptimizers | None) -> Iterator[_CopiedTensor]:
     """Yield this rank's slices that other ranks along axes of tensor parallelism have too."""
     for param in (
         p for unit in engine.units if unit.comm in engine.dense_comms for p in unit.params
@@ -188,7 +188,9 @@ def _digest_of(entries: list[_CopiedTensor], everywhere: bool) -> bytes:
     return xxhash.xxh3_128_digest("".join(lines).encode(errors="backslashreplace"))
 
 
-def _entries(units: list[Unit], comm: Comm, optimizer: Joined | None) -> Iterator[_CopiedTensor]:
+def _entries(
+    units: list[Unit], comm: Comm, optimizer: StageOptimizers | None
+) -> Iterator[_CopiedTensor]:
     """Yield the digest of every tensor of this rank with a copy on another rank."""
     replicate = comm.axes.replicate
     for unit in units:

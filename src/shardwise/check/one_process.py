@@ -194,7 +194,7 @@ def check_gradients(
     control = None  # exchanges between the stages of a pipeline
     if all(find_engine(stage) is not None for stage in stages):
         parts = Parts(stages)
-        control = parts.everyone if parts.has_stages or len(stages) > 1 else None
+        control = parts.all_ranks if parts.has_stages or len(stages) > 1 else None
     _copy_weights(plain, stages, control)
     rank, num_ranks, degrees = _places(mesh, micro_batches)
     _compare_batches(batch)

@@ -46,7 +46,7 @@ def check_writes(model: Model) -> Iterator[None]:
         for unit, watch_before in zip(parts.units, outer, strict=True):
             unit.slots.watch = watch_before
     written = "\n".join(name for _, watch in watches for name in watch.written)
-    rows = exchange_any(parts.everyone, written.encode())
+    rows = exchange_any(parts.all_ranks, written.encode())
     ranks: dict[str, list[int]] = {}
     for rank, row in zip(parts.all_ranks.members or [dist.get_rank()], rows, strict=True):
         for name in row.decode().splitlines():

@@ -137,7 +137,7 @@ def raise_difference(run: Run, step: int, difference: int, numbers: dict[str, fl
 def _state_tensors(run: Run) -> dict[str, Tensor]:
     """Return all tensors that a step changes on this rank, by name."""
     # Reading encoded moments does not wait for a step in the background.
-    Parts(run.model).rest("computing a step twice")
+    Parts(run.model).finish_pending_work("computing a step twice")
     tensors: dict[str, Tensor] = {}
     for name, param in run.model.named_parameters():
         tensors[f"parameter '{name}'"] = local_of(param)

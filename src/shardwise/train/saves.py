@@ -103,7 +103,7 @@ class RunCheckpoints:
         # If the folder exists, another run may write there, which its lock shows.
         needed = config.save_every > 0 or config.resume != "never" or folder.exists()
         needed |= config.memory_every > 0
-        if engine.everyone.broadcast(bytes([needed])) != b"\0":
+        if engine.all_ranks.broadcast(bytes([needed])) != b"\0":
             self._keeper = Checkpoints(
                 folder,
                 run.model,

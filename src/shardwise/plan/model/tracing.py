@@ -369,7 +369,7 @@ class _Recorder:
         self._begun = True
         self._backward.append(unit.index)
 
-    def on_unit_over(self, unit: _Unit) -> None:
+    def on_unit_end(self, unit: _Unit) -> None:
         """Record the visit; the engine owns the gradients from now on."""
         self._visit("after_backward", unit)
         self._backward = [index for index in self._backward if index != unit.index]
