@@ -37,7 +37,7 @@ from shardwise.step.background import BackgroundStep
 from shardwise.step.unit_step import UnitStep
 from shardwise.unit import sums
 from shardwise.unit.storage import Storage
-from shardwise.unit.sums import _Part
+from shardwise.unit.sums import _StorageSum
 from shardwise.unit.unit import Unit
 from trainer import full, sharded_by_block
 
@@ -416,12 +416,12 @@ MISTAKES = {
         r"while reduce_scatter_tensor_coalesced_",
     ),
     "the host steps before the means are at home": (
-        blind(_Part, "evicted"),
+        blind(_StorageSum, "wait_evicted"),
         "stage 3, slices at home",
         r"on the host, reads .* while copy_ \(home.py:\d+\), on the evict stream, writes it",
     ),
     "a buffer of means is used again while it is evicted": (
-        blind(_Part, "evicted"),
+        blind(_StorageSum, "wait_evicted"),
         "stage 1, slices at home",
         r"reduce_scatter_tensor_coalesced_ .* writes .* while copy_ .* the evict stream, reads it",
     ),
