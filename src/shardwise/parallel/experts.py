@@ -56,7 +56,9 @@ def at_experts(
     once, for the numbers of rows.
     """
     num_tokens = len(x)
-    same_tokens = None if exchange is None else exchange.alike  # over the ranks of one ``tp`` group
+    same_tokens = (
+        None if exchange is None else exchange.replicas
+    )  # over the ranks of one ``tp`` group
     if same_tokens is not None:
         x = same_tokens.part(x)
         chosen = same_tokens.part(chosen)
