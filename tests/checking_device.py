@@ -199,7 +199,7 @@ class CheckingDevice:
             (Work, "wait", self._wait_of),
             (torch.UntypedStorage, "resize_", self._resize_of),
             (torch.UntypedStorage, "__getitem__", self._slice_of),
-            (Slab, "take", self._taker_of),
+            (Slab, "allocate", self._taker_of),
             (Tensor, "tolist", self._reader_of),
             (Tensor, "numpy", self._reader_of),
             (GroupControl, "exchange", self._aside_of),
