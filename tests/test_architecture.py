@@ -31,7 +31,7 @@ BUDGETS = {
     "unit": 2540,
     "engine": 2880,
     "codes": 355,
-    "surface": 1040,
+    "surface": 1170,
     "offload": 1290,
     "step": 1750,
     "optim": 920,

@@ -33,7 +33,7 @@ from shardwise.layout.placements import local_of
 from shardwise.layout.units import ParamUse
 from shardwise.names import list_names
 from shardwise.surface.methods import FSDPModule, make_subclass
-from shardwise.surface.state import Member, ModuleState
+from shardwise.surface.state import HookedModule, ModuleState
 from shardwise.surface.wrappers import refuse_wrappers
 from shardwise.tensor.inner import plain_parts
 from shardwise.trace import FullParamLedger
