@@ -33,7 +33,7 @@ BUDGETS = {
     "codes": 355,
     "surface": 1170,
     "offload": 1290,
-    "step": 1750,
+    "step": 1800,
     "optim": 920,
     "parallel": 1980,
     "check": 640,

@@ -21,7 +21,7 @@ from roundings import assert_rounded_alike, of_gradient
 from shardwise import ShardTensor, shard
 from shardwise.debug import stats
 from shardwise.errors import ShardError
-from shardwise.step.local_step import Apart
+from shardwise.step.local_step import OptimizerSubset
 from test_shard_tensor import (
     LAYOUTS,
     Net,
@@ -308,7 +308,7 @@ def test_fused_optimizers_make_the_same_steps(layout):
 @in_layouts(2)
 def test_a_step_takes_the_gradients_that_a_closure_or_a_hook_gives(layout):
     warnings.filterwarnings("ignore", "AdamW trains sharded parameters and plain ones")
-    plain, taken = Apart.__call__, []
+    plain, taken = OptimizerSubset.__call__, []
     models = pair(layout)
     alone = [nn.Parameter(torch.ones(3)) for _ in models]  # a parameter that is not sharded
     made = [torch.optim.AdamW([*m.parameters(), p]) for m, p in zip(models, alone, strict=True)]
@@ -319,7 +319,9 @@ def test_a_step_takes_the_gradients_that_a_closure_or_a_hook_gives(layout):
             param.grad = torch.full((3,), 1.0 + step)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Apart, "__call__", lambda self: (taken.append(self), plain(self))[1])
+        patch.setattr(
+            OptimizerSubset, "__call__", lambda self: (taken.append(self), plain(self))[1]
+        )
         for step, by in enumerate(("itself", "itself", "a closure", "a hook")):
             taken.clear()
             give(step)

@@ -33,7 +33,7 @@ from shardwise.debug import stats
 from shardwise.engine.api import engine_of
 from shardwise.errors import CheckpointError, ConfigError, ShardError, StateError
 from shardwise.step import overlap as module
-from shardwise.step.local_step import Apart
+from shardwise.step.local_step import OptimizerSubset
 from trainer import SPREAD, sharded_by_block
 
 # Ways to shard: of every stage, both layouts, and torch's interface.
@@ -497,7 +497,7 @@ def test_a_load_after_a_failed_step_waits_for_the_others(tmp_path):
     optimizers = [torch.optim.SGD(params[::2], lr=0.05), torch.optim.AdamW(params[1::2], lr=0.05)]
     save(tmp_path / "saved", model)
     saved = [param.full_tensor().clone() for param in params]
-    plain = Apart.__call__
+    plain = OptimizerSubset.__call__
 
     def step(self):
         if isinstance(self._like, torch.optim.SGD):
@@ -508,7 +508,7 @@ def test_a_load_after_a_failed_step_waits_for_the_others(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         for number in range(2):
             if number:
-                patch.setattr(Apart, "__call__", step)
+                patch.setattr(OptimizerSubset, "__call__", step)
             loss_of(model, 0).backward()
             for optimizer in optimizers:
                 optimizer.step()

@@ -122,7 +122,8 @@ def update(work: Sequence[Work], kind: Moments, settings: Settings) -> None:
 class PartOfStep:
     """The step of some parameters: the work and settings of each group.
 
-    Call it once. Or run its `loads` through staging buffers, and call `hand_on` when all are back.
+    Call it once. Or run its `loads` through staging buffers, and call `write_back` when all are
+    back.
     """
 
     def __init__(self, todo: Sequence[tuple[Sequence[Work], Moments, Settings]]) -> None:
@@ -136,7 +137,7 @@ class PartOfStep:
             update(work, kind, settings)
         return {}
 
-    def bring(self, state: State) -> None:
+    def use_state(self, state: State) -> None:
         """Step with these tensors in place of some of the optimizer's state."""
         self._todo = [
             ([each.with_state(state) for each in work], kind, settings)
@@ -152,7 +153,7 @@ class PartOfStep:
             torch._foreach_add_([each.step for each in work], 1)
             yield from _loads(work, kind, settings, num_bytes, mirror)
 
-    def hand_on(self) -> None:
+    def write_back(self) -> None:
         """Copy the slices that are copies back into their parameters, after `loads`."""
         keep([each.slice for work, _, _ in self._todo for each in work])
 
@@ -207,8 +208,8 @@ def spans(place: Place, like: torch.Tensor, step: int) -> Iterator[Span]:
 
 def _needs_no_conversion(work: Work, kind: Moments) -> bool:
     dtype = work.slice.param.dtype
-    alike = work.slice.grad.dtype == dtype == computed_in(dtype)
-    return alike and work.copy is None and isinstance(kind, AsTheyAre)
+    is_one_dtype = work.slice.grad.dtype == dtype == computed_in(dtype)
+    return is_one_dtype and work.copy is None and isinstance(kind, AsTheyAre)
 
 
 def _update_in_spans(work: Work, kind: Moments, settings: Settings, scratch: Scratch) -> None:

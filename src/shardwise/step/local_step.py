@@ -1,12 +1,13 @@
-"""The step of some of an optimizer's parameters, as plain tensors, in a copy of the optimizer.
+"""The step of some of an optimizer's parameters as plain tensors, by a copy of the optimizer.
 
 Note [Steps as plain tensors]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 An elementwise optimizer of torch's computes the same from this rank's elements as from sharded
 tensors, and each operation on sharded tensors costs the host more. So the last hook before the step
-takes it with plain tensors, and the optimizer's code receives a copy without parameters. The hooks
-before it sum gradients of tied copies, and note when the step begins. The step stays as it is with
-a closure, which computes gradients later, and if a hook of the user's runs before it.
+takes the step with plain tensors, and the optimizer's code receives a copy without parameters. The
+hooks before it sum gradients of tied copies, and record when the step begins. The optimizer's code
+steps as usual with a closure, which computes gradients later, and if a hook of the user's runs
+before it.
 """
 
 from __future__ import annotations
@@ -45,33 +46,33 @@ O = TypeVar("O", bound=Optimizer)  # noqa: E741 - a type
 class PlainStep(Protocol):
     """The step of some parameters, which is taken once: by a call, or through a device."""
 
-    def bring(self, state: State) -> None:
+    def use_state(self, state: State) -> None:
         """Step with these tensors in place of some of the optimizer's state."""
 
     def __call__(self) -> State:
-        """Step; return the tensors with which the optimizer has replaced some that were brought."""
+        """Step; return the tensors with which the optimizer has replaced some of `use_state`."""
 
     def loads(
         self, num_bytes: int, mirror: Mirror, make_memory: MakeHostMemory
     ) -> Iterator[DeviceLoad]:
         """Yield the step as loads of ``num_bytes`` for staging buffers.
 
-        Call `hand_on` when all are back.
+        Call `write_back` when all are back.
 
         ``mirror`` returns the device memory that also receives a parameter's new values. It is
         called once per piece. ``make_memory`` is for new state.
         """
 
-    def hand_on(self) -> None:
-        """Write what `loads` have made into the caller's parameters and state."""
+    def write_back(self) -> None:
+        """Write what `loads` have computed into the caller's parameters and state."""
 
 
 @runtime_checkable
 class SteppedByParts(Protocol):
-    """An optimizer that makes its own parts, as those of `optim` do."""
+    """An optimizer with a method for the step of some parameters, as those of `optim`."""
 
     def part_of_step(self, params: Iterable[torch.Tensor]) -> PlainStep:
-        """Return the step of some parameters, with their present gradients and settings."""
+        """Return the step of some parameters, with their current gradients and settings."""
 
     def bytes_to_come(self, param: torch.Tensor) -> list[int]:
         """Return the bytes of each tensor that a parameter's first step creates."""
@@ -82,18 +83,19 @@ def part_of_step(optimizer: Optimizer, params: Params) -> tuple[PlainStep, list[
     part = (
         optimizer.part_of_step([param for _, param in params])
         if isinstance(optimizer, SteppedByParts)
-        else Apart(optimizer, params)
+        else OptimizerSubset(optimizer, params)
     )
-    state = optimizer.state
-    used = [each for _, p in params for each in (p, p.grad, *state.get(p, {}).values())]
-    return part, [each for each in used if isinstance(each, DTensor)]
+    used: list[object] = []
+    for _, param in params:
+        used += [param, param.grad, *optimizer.state.get(param, {}).values()]
+    return part, [value for value in used if isinstance(value, DTensor)]
 
 
 @dataclass(slots=True)
-class _Row:
+class _ParamRow:
     """This rank's elements of one parameter, of its gradient and of its state.
 
-    ``made`` is state that steps on a device have added to ``values``, or have put in its place.
+    ``values`` is the state. ``new`` is state that steps on a device have created or replaced.
     """
 
     group: int
@@ -101,12 +103,12 @@ class _Row:
     local: torch.Tensor
     grad: torch.Tensor
     values: dict[str, object]
-    made: dict[str, object] = field(default_factory=dict)
+    new: dict[str, object] = field(default_factory=dict)
 
     @property
     def state(self) -> dict[str, torch.Tensor]:
         """The parts of the state that are sharded like the parameter."""
-        return {k: v for k, v in self.values.items() if _is_cut_alike(v, k, self.local)}
+        return {k: v for k, v in self.values.items() if _is_cut_like(v, k, self.local)}
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -114,20 +116,20 @@ class _Row:
         return [self.local, self.grad, *self.state.values()]
 
 
-class Apart:
+class OptimizerSubset:
     """Some parameters of an optimizer, stepped as plain tensors by a copy of the optimizer."""
 
     def __init__(self, optimizer: Optimizer, params: Params) -> None:
-        # Copied now, because a loss scaler sets attributes for the time of its call.
+        # Copied now, because a loss scaler sets attributes during its call only.
         self._like = optimizer_like(optimizer, [], {})
         self._state = optimizer.state
-        self._brought: State = {}
+        self._given_state: State = {}
         self._options = [
-            {key: _kept(value) for key, value in group.items() if key != "params"}
+            {key: _copy_option(value) for key, value in group.items() if key != "params"}
             for group in optimizer.param_groups
         ]
         self._rows = [
-            _Row(
+            _ParamRow(
                 number,
                 param,
                 _local(param).detach(),
@@ -137,9 +139,9 @@ class Apart:
             for number, param in params
         ]
 
-    def bring(self, state: State) -> None:
+    def use_state(self, state: State) -> None:
         """Step with these tensors in place of some of the optimizer's state."""
-        self._brought = state
+        self._given_state = state
         for row in self._rows:
             for key in row.values:
                 if (id(row.param), key) in state:
@@ -148,10 +150,10 @@ class Apart:
     def __call__(self) -> State:
         """Step, and write the tensors that the optimizer has replaced into the caller's state.
 
-        Return those that replace tensors of `bring`; they are not written.
+        Return those that replace tensors of `use_state`; they are not written.
         """
-        made = [(row, row.local, row.grad, dict(row.values)) for row in self._rows]
-        states = self._step_on(made)
+        inputs = [(row, row.local, row.grad, dict(row.values)) for row in self._rows]
+        states = self._step_on(inputs)
         # torch's fused kernels do not increment versions, so full copies would seem current.
         torch.autograd.graph.increment_version([row.local for row in self._rows])
         replaced: dict[Key, torch.Tensor] = {}
@@ -162,10 +164,10 @@ class Apart:
             for key, value in state.items():
                 if value is row.values.get(key):
                     continue
-                if (id(row.param), key) in self._brought and isinstance(value, torch.Tensor):
+                if (id(row.param), key) in self._given_state and isinstance(value, torch.Tensor):
                     replaced[id(row.param), key] = value
                 else:
-                    self._hand_on(row, key, value)
+                    self._write_state(row, key, value)
         return replaced
 
     def loads(
@@ -175,35 +177,36 @@ class Apart:
         for row in self._rows:
             for key, value in row.state.items():
                 if not value.is_contiguous():
-                    row.values[key] = row.made[key] = value.contiguous()
+                    row.new[key] = value.contiguous()
+                    row.values[key] = row.new[key]
         sizes = [
-            (row.local.numel(), sum(each.element_size() for each in row.tensors), 0)
+            (row.local.numel(), sum(tensor.element_size() for tensor in row.tensors), 0)
             for row in self._rows
         ]
         for load in cut_into_loads(sizes, MULTIPLE, num_bytes):
-            pieces = [_Piece(self._rows[row], lo, hi) for row, lo, hi in load]
+            pieces = [_RowPiece(self._rows[row], lo, hi) for row, lo, hi in load]
             work = self._work_on(pieces, mirror, make_memory)
             yield DeviceLoad([piece.of(t) for piece in pieces for t in piece.row.tensors], work)
 
-    def hand_on(self) -> None:
-        """Write the state that `loads` have made into the caller's state."""
+    def write_back(self) -> None:
+        """Write the state that `loads` have created into the caller's state."""
         for row in self._rows:
-            for key, value in row.made.items():
-                held = row.values.get(key)
-                if isinstance(held, torch.Tensor) and not _is_cut_alike(held, key, row.local):
-                    held.copy_(value)  # type: ignore[arg-type]  # a count
+            for key, value in row.new.items():
+                old = row.values.get(key)
+                if isinstance(old, torch.Tensor) and not _is_cut_like(old, key, row.local):
+                    old.copy_(value)  # type: ignore[arg-type]  # a count
                 else:
-                    self._hand_on(row, key, value)
+                    self._write_state(row, key, value)
 
     def _step_on(
-        self, made: Iterable[tuple[_Row, torch.Tensor, torch.Tensor, dict[str, object]]]
+        self, inputs: Iterable[tuple[_ParamRow, torch.Tensor, torch.Tensor, dict[str, object]]]
     ) -> list[dict[str, object]]:
         """Step these parameters, with their gradients and state; return the state of each."""
         groups: list[dict[str, object]] = [{**options, "params": []} for options in self._options]
         params: list[list[torch.Tensor]] = [[] for _ in groups]
         state: dict[torch.Tensor, dict[str, object]] = defaultdict(dict)
         stand_ins = []
-        for row, local, grad, values in made:
+        for row, local, grad, values in inputs:
             local.grad = grad
             params[row.group].append(local)
             state[local] = values
@@ -214,35 +217,37 @@ class Apart:
         return [state[stand_in] for stand_in in stand_ins]
 
     def _work_on(
-        self, pieces: Sequence[_Piece], mirror: Mirror, make_memory: MakeHostMemory
+        self, pieces: Sequence[_RowPiece], mirror: Mirror, make_memory: MakeHostMemory
     ) -> Callable[[list[torch.Tensor]], Copies]:
-        def work(brought: list[torch.Tensor]) -> Copies:
-            rest, made = iter(brought), []
+        def work(fetched: list[torch.Tensor]) -> Copies:
+            remaining = iter(fetched)
+            inputs = []
             for piece in pieces:
                 options = self._options[piece.row.group]
-                goes = options.get("fused") or options.get("capturable")
-                made.append((piece.row, *piece.brought(rest, bool(goes))))
-            states = self._step_on(made)
+                counts_on_device = bool(options.get("fused") or options.get("capturable"))
+                local, grad, values = piece.inputs_of(remaining, counts_on_device)
+                inputs.append((piece.row, local, grad, values))
+            states = self._step_on(inputs)
             copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-            for piece, (_, local, _, _), state in zip(pieces, made, states, strict=True):
-                copies += piece.returned(local, state, make_memory)
-                there = mirror(piece.row.param)
-                if there is not None:
-                    copies.append((local, piece.of(there)))
+            for piece, (_, local, _, _), state in zip(pieces, inputs, states, strict=True):
+                copies += piece.copies_back(local, state, make_memory)
+                device_copy = mirror(piece.row.param)
+                if device_copy is not None:
+                    copies.append((local, piece.of(device_copy)))
             return copies
 
         return work
 
-    def _hand_on(self, row: _Row, key: str, value: object) -> None:
-        owner = owner_of(row.param) if _is_cut_alike(value, key, row.local) else None
+    def _write_state(self, row: _ParamRow, key: str, value: object) -> None:
+        owner = owner_of(row.param) if _is_cut_like(value, key, row.local) else None
         self._state[row.param][key] = value if owner is None else owner.form.wrap(value)
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _RowPiece:
     """Elements [lo, hi) of one parameter, in one load through the device."""
 
-    row: _Row
+    row: _ParamRow
     lo: int
     hi: int
 
@@ -250,45 +255,61 @@ class _Piece:
         """Return the piece's elements of a tensor."""
         return value.reshape(-1)[self.lo : self.hi]
 
-    def brought(
-        self, rest: Iterator[torch.Tensor], goes_too: bool
+    def inputs_of(
+        self, fetched: Iterator[torch.Tensor], counts_on_device: bool
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, object]]:
-        """Return parameter, gradient and state on the device; each piece has its own counts."""
-        local, grad, alike = next(rest), next(rest), self.row.state
+        """Return parameter, gradient and state, from the next ``fetched`` tensors.
+
+        Each piece gets a copy of the step counts, on the device if ``counts_on_device``.
+        """
+        local = next(fetched)
+        grad = next(fetched)
+        sharded = self.row.state
         state: dict[str, object] = {}
         for key, value in self.row.values.items():
-            if key in alike:
-                state[key] = next(rest)
+            if key in sharded:
+                state[key] = next(fetched)
             elif isinstance(value, torch.Tensor):
                 count = value.clone()
-                state[key] = count.to(local.device, non_blocking=True) if goes_too else count
+                if counts_on_device:
+                    count = count.to(local.device, non_blocking=True)
+                state[key] = count
             else:
                 state[key] = value
         return local, grad, state
 
-    def returned(
+    def copies_back(
         self, local: torch.Tensor, state: Mapping[str, object], make_memory: MakeHostMemory
     ) -> Copies:
         """Return the copies back to the host, and record new state."""
-        row, copies = self.row, [(local, self.of(self.row.local))]
+        row = self.row
+        copies = [(local, self.of(row.local))]
         for key, value in state.items():
-            if _is_cut_alike(value, key, local):
-                target = row.made.get(key, row.values.get(key))
+            if _is_cut_like(value, key, local):
+                target = row.new.get(key, row.values.get(key))
                 if not isinstance(target, torch.Tensor):
                     target = make_memory(row.local.numel(), value.dtype).view(row.local.shape)
-                    row.made[key] = target
+                    row.new[key] = target
                 copies.append((value, self.of(target)))
-            elif self.hi == row.local.numel():  # it is the same after every piece
-                row.made[key] = value
+            elif self.hi == row.local.numel():  # the last piece; it is the same after every piece
+                row.new[key] = value
                 if isinstance(value, torch.Tensor) and value.device != row.local.device:
-                    at_home = make_memory(value.numel(), value.dtype).view(value.shape)
-                    row.made[key] = at_home
-                    copies.append((value, at_home))
+                    host_copy = make_memory(value.numel(), value.dtype).view(value.shape)
+                    row.new[key] = host_copy
+                    copies.append((value, host_copy))
         return copies
 
 
 ELEMENTWISE = (
-    *("AdamW", "Adam", "SGD", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam"),
+    "AdamW",
+    "Adam",
+    "SGD",
+    "Adagrad",
+    "RMSprop",
+    "Adadelta",
+    "Adamax",
+    "NAdam",
+    "RAdam",
     "ASGD",
 )
 
@@ -319,18 +340,21 @@ def run_last(optimizer: Optimizer, hook: BeforeStep) -> None:
     """Let a hook run last before an optimizer's next step; register it once."""
     # torch types its ordered dict of hooks as a dict.
     hooks = cast(OrderedDict[int, object], optimizer._optimizer_step_pre_hooks)
-    number = next((number for number, each in hooks.items() if each is hook), None)
-    hooks.move_to_end(optimizer.register_step_pre_hook(hook).id if number is None else number)
+    number = next((number for number, known in hooks.items() if known is hook), None)
+    if number is None:
+        number = optimizer.register_step_pre_hook(hook).id
+    hooks.move_to_end(number)
 
 
 def step_plainly(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
-    """Take the step, if all parameters are sharded tensors or plain; return an empty one's."""
+    """Take the step, if all parameters are sharded tensors or plain; return an empty step."""
     if torch.compiler.is_compiling() or type(optimizer) not in _kinds():
         return None
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is not None or OVERLAP in vars(optimizer) or _has_other_hooks(optimizer):
         return None
-    params, any_sharded = [], False
+    params = []
+    any_sharded = False
     for number, group in enumerate(optimizer.param_groups):
         if group.get("differentiable"):
             return None
@@ -351,7 +375,7 @@ def step_plainly(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> tuple[Args
     if not any_sharded:
         return None
     with torch.no_grad():
-        Apart(optimizer, params)()
+        OptimizerSubset(optimizer, params)()
     return (optimizer_like(optimizer, [], defaultdict(dict)), *args[1:]), kwargs
 
 
@@ -364,22 +388,22 @@ def _has_other_hooks(optimizer: Optimizer) -> bool:
 
 def optimizer_like(optimizer: O, groups: object, state: object) -> O:
     """Return a copy of an optimizer with other groups and another state."""
-    made: O = object.__new__(type(optimizer))
-    vars(made).update(vars(optimizer))
-    vars(made).update(param_groups=groups, state=state)
-    return made
+    copied: O = object.__new__(type(optimizer))
+    vars(copied).update(vars(optimizer))
+    vars(copied).update(param_groups=groups, state=state)
+    return copied
 
 
-def take_settings(optimizer: Optimizer, copied: Optimizer) -> None:
-    """Take over the options and attributes that a copy of the optimizer has after its step."""
+def copy_settings_back(optimizer: Optimizer, copied: Optimizer) -> None:
+    """Give the optimizer the options and attributes that its copy has after the step."""
     for group, stepped in zip(optimizer.param_groups, copied.param_groups, strict=True):
         group.update({key: value for key, value in stepped.items() if key != "params"})
-    own = ("param_groups", "state")
-    vars(optimizer).update({k: v for k, v in vars(copied).items() if k not in own})
+    separate = ("param_groups", "state")
+    vars(optimizer).update({k: v for k, v in vars(copied).items() if k not in separate})
 
 
 def step_without_hooks(optimizer: Optimizer) -> None:
-    """Step; the caller calls the hooks, or has called them."""
+    """Step without calling the hooks."""
     type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]
 
 
@@ -392,15 +416,16 @@ def sizes_of_state(optimizer: Optimizer, group: int, dtype: torch.dtype) -> list
     options = dict(optimizer.param_groups[group])
     for key, value in options.items():
         options[key] = value.cpu() if isinstance(value, torch.Tensor) else value
-    options |= {"capturable": False} if "capturable" in options else {}  # devices alone have it
+    if "capturable" in options:
+        options["capturable"] = False  # torch supports it on devices only
     param = torch.zeros(2, 1, dtype=dtype)
     param.grad = torch.zeros_like(param)
     state: dict[torch.Tensor, dict[str, object]] = defaultdict(dict)
     step_without_hooks(optimizer_like(optimizer, [{**options, "params": [param]}], state))
-    return [v.element_size() for key, v in state[param].items() if _is_cut_alike(v, key, param)]
+    return [v.element_size() for key, v in state[param].items() if _is_cut_like(v, key, param)]
 
 
-def _is_cut_alike(value: object, key: str, like: torch.Tensor) -> TypeGuard[torch.Tensor]:
+def _is_cut_like(value: object, key: str, like: torch.Tensor) -> TypeGuard[torch.Tensor]:
     """Return True if a part of a state has one element for each of a parameter's."""
     if not isinstance(value, torch.Tensor) or key in PLAIN_SCALARS:
         return False
@@ -417,8 +442,8 @@ def _local(value: V) -> V:
     return value._local_tensor  # type: ignore[return-value]
 
 
-def _kept(value: object) -> object:
+def _copy_option(value: object) -> object:
     """Return a copy of an option: a learning rate that is a tensor is changed in place."""
     if isinstance(value, list | tuple):
-        return type(value)(map(_kept, value))
+        return type(value)(map(_copy_option, value))
     return value.detach().clone() if isinstance(value, torch.Tensor) else value

@@ -58,7 +58,7 @@ from shardwise.step.local_step import (
     step_plainly,
     step_without_hooks,
 )
-from shardwise.step.state_files import StateFiles, held_of
+from shardwise.step.state_files import StateFiles, state_tensors_of
 from shardwise.step.unit_step import OnDevice, UnitStep, lock_pages
 from shardwise.tensor.plain_state import owner_of
 from shardwise.tensor.replaced import params_of
@@ -100,7 +100,7 @@ def overlap(optimizer: O, *, threads: int | None = None, in_backward: bool = Fal
     if not is_elementwise(optimizer):
         raise ConfigError(
             f"overlap(): {type(optimizer).__name__} is not known to work element by element, so "
-            "its units cannot be stepped apart. Of torch.optim these are: "
+            "its units cannot be stepped one by one. Of torch.optim these are: "
             f"{', '.join(ELEMENTWISE)}; and shardwise.optim.AdamW"
         )
     if threads is not None and threads < 1:
@@ -111,8 +111,8 @@ def overlap(optimizer: O, *, threads: int | None = None, in_backward: bool = Fal
 
 
 def _overlap_of(optimizer: Optimizer) -> Overlap | None:
-    found: Overlap | None = vars(optimizer).get(OVERLAP)
-    return found
+    attached: Overlap | None = vars(optimizer).get(OVERLAP)
+    return attached
 
 
 @cache
@@ -138,7 +138,7 @@ def _attach(
     if not homes or hasattr(optimizer, "optimizers"):  # of which each is asked by itself
         return None
     if not is_elementwise(optimizer):
-        _tell_of_memory(optimizer, any(home.files.optimizer is not None for home in homes))
+        _warn_of_memory(optimizer, any(home.files.optimizer is not None for home in homes))
         return None
     made = Overlap(optimizer, None)
     vars(optimizer)[OVERLAP] = made
@@ -149,11 +149,11 @@ def _attach(
     return (optimizer_like(optimizer, [], defaultdict(dict)), *args[1:]), kwargs
 
 
-def _tell_of_memory(optimizer: Optimizer, has_files: bool) -> None:
+def _warn_of_memory(optimizer: Optimizer, has_files: bool) -> None:
     """Warn, at the first step, that the state will not be in files."""
     if has_files and not optimizer.state:
         _LOG.warning(
-            "%s is not known to work element by element, so its step goes on as ever, and its "
+            "%s is not known to work element by element, so it steps as usual, and its "
             "state is in host memory and not in files",
             type(optimizer).__name__,
         )
@@ -197,7 +197,7 @@ class _Step:
 
 
 @dataclass(frozen=True)
-class _Look:
+class _StepPlan:
     """Inputs of one step; the same on all ranks, except for a rank's own elements.
 
     ``way``: unit by unit at once, in the background, or plainly. ``stores``: some rank must store
@@ -228,11 +228,11 @@ class Overlap:
         self.staging: StagingBuffers | None = None  # made when the first unit needs it
         self._thread = ThreadPoolExecutor(1, "shardwise-step")
         self._writer = ThreadPoolExecutor(1, "shardwise-store")  # waits for writes
-        here = torch.get_num_threads()
+        num_threads = torch.get_num_threads()
         near = [self._thread.submit(run_near, h.device).result() for h in homes_of(optimizer)[:1]]
-        own = threads or min([here, *filter(None, near)])
-        self._thread.submit(torch.set_num_threads, own).result()
-        torch.set_num_threads(here)  # the call above also set the default of later threads
+        step_threads = threads or min([num_threads, *filter(None, near)])
+        self._thread.submit(torch.set_num_threads, step_threads).result()
+        torch.set_num_threads(num_threads)  # the call above also set the default of later threads
         self._plain_step: Callable[[], object] | None = vars(optimizer).get("step")  # a scheduler's
 
         def step(optimizer: Optimizer, closure: Callable[[], object] | None = None) -> object:
@@ -254,10 +254,10 @@ class Overlap:
     def step(self, optimizer: Optimizer, closure: Callable[[], object] | None = None) -> object:
         """Step at once, or submit the units' steps to the thread."""
         self.finish()
-        found = None if closure is not None else self._look(optimizer)
-        if found is not None and found.way == "plainly":
+        plan = None if closure is not None else self._plan(optimizer)
+        if plan is not None and plan.way == "plainly":
             returned = (self._plain_step or partial(type(optimizer).step, optimizer))()
-            self._note_stepped(optimizer, found.with_grad)
+            self._note_stepped(optimizer, plan.with_grad)
             return returned
         optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers read it
         before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
@@ -267,61 +267,61 @@ class Overlap:
         if closure is not None:  # these optimizers call it once, before anything else
             with torch.enable_grad():
                 loss = closure()
-        if found is None or any(hook is not step_plainly for hook in before.values()):
-            found = self._look(optimizer)  # hooks may have changed gradients
-        self._take(optimizer, found)
+        if plan is None or any(hook is not step_plainly for hook in before.values()):
+            plan = self._plan(optimizer)  # hooks may have changed gradients
+        self._take(optimizer, plan)
         for post in chain(after.values(), torch_optimizer._global_optimizer_post_hooks.values()):
             post(optimizer, (optimizer,), {})
         return loss
 
     def step_now(self, optimizer: Optimizer) -> None:
         """Step and wait, without calling hooks."""
-        found = self._look(optimizer)
-        self._take(optimizer, replace(found, way="now") if found.way == "behind" else found)
+        plan = self._plan(optimizer)
+        self._take(optimizer, replace(plan, way="now") if plan.way == "behind" else plan)
 
-    def _take(self, optimizer: Optimizer, found: _Look) -> None:
-        if found.way == "behind":
-            return self._start(optimizer, dict(found.by_unit))
-        if found.way == "now":
-            self._step_by_unit(optimizer, found)
+    def _take(self, optimizer: Optimizer, plan: _StepPlan) -> None:
+        if plan.way == "behind":
+            return self._start(optimizer, dict(plan.by_unit))
+        if plan.way == "now":
+            self._step_by_unit(optimizer, plan)
         else:
             step_without_hooks(optimizer)
-        self._note_stepped(optimizer, found.with_grad)
+        self._note_stepped(optimizer, plan.with_grad)
 
-    def _look(self, optimizer: Optimizer) -> _Look:
+    def _plan(self, optimizer: Optimizer) -> _StepPlan:
         """Inspect gradients and state, and choose how to step."""
         by_unit = _by_unit(optimizer)
         with_disk = _engines_of(filter(_has_disk, by_unit))
-        found = _Look(by_unit, self._stores(optimizer, by_unit), "plainly", with_disk)
-        with_grad = found.with_grad
+        plan = _StepPlan(by_unit, self._stores(optimizer, by_unit), "plainly", with_disk)
+        with_grad = plan.with_grad
         none_here = with_grad and all(param.device.type != "cpu" for param in with_grad)
         waits = not none_here and all(self._may_wait(optimizer, param) for param in with_grad)
-        if waits and not found.stores:
-            return replace(found, way="behind")
+        if waits and not plan.stores:
+            return replace(plan, way="behind")
         in_window = any(isinstance(param.grad, PartialGrad) for param in with_grad)
-        by_part = found.stores or any(map(_steps_on_device, by_unit))
+        by_part = plan.stores or any(map(_steps_on_device, by_unit))
         if not in_window and by_part:
-            return replace(found, way="now")
-        return found
+            return replace(plan, way="now")
+        return plan
 
-    def _step_by_unit(self, optimizer: Optimizer, found: _Look) -> None:
+    def _step_by_unit(self, optimizer: Optimizer, plan: _StepPlan) -> None:
         """Step units one after another; a failure leaves the models unusable.
 
         See Note [State in files] and Note [Steps on the device].
         """
-        if found.stores:
-            work = partial(self._stored.reserve, optimizer, found.by_unit)
-            make_room(found.with_disk[0].comm.control, work)
+        if plan.stores:
+            work = partial(self._stored.reserve, optimizer, plan.by_unit)
+            make_room(plan.with_disk[0].comm.control, work)
         unit = None
         try:
-            for unit, params in found.by_unit.items():
+            for unit, params in plan.by_unit.items():
                 self._step_of(optimizer, unit, params, from_file=False)()
                 if unit is not None:
                     self._stored.store(optimizer, unit)
             self._some_rank_stores = False
         except BaseException as failure:
             why = f"the optimizer's step failed part of the way: {failure}"
-            for engine in _engines_of(found.by_unit):
+            for engine in _engines_of(plan.by_unit):
                 engine.status.refuse(f"{why} Then load() a checkpoint")
             if unit is not None:
                 name = unit.name or "(root)"
@@ -349,15 +349,15 @@ class Overlap:
         """Return True if a parameter may be stepped later; the same on all ranks.
 
         It may not if its step creates the state, since the caller may iterate over the state, nor
-        while full parameters stand in the modules, since reading those does not wait.
+        while the modules hold full parameters, since reading those does not wait.
         """
         if isinstance(param.grad, PartialGrad):
             return False
         owner = owner_of(param)
         if owner is not None:
             unit = owner.unit
-            stands = unit.settings.full_between_calls and unit.gather.state is ParamState.FULL
-            if unit.slots.is_pinned or stands:
+            is_full = unit.settings.full_between_calls and unit.gather.state is ParamState.FULL
+            if unit.slots.is_pinned or is_full:
                 return False
         had_state = self._stepped.get(param)
         return had_state is not None and (bool(optimizer.state.get(param)) or not had_state)
@@ -399,7 +399,7 @@ class Overlap:
         plain, tensors = part_of_step(optimizer, params)
         device, file, held = None, None, None
         if from_file and home.files.optimizer is not None:
-            held = held_of(optimizer, unit)
+            held = state_tensors_of(optimizer, unit)
             # If a group's moments have another form now, the next step stores them again.
             file = self._stored.file_of(unit, held)
         if home.steps_on_device:

@@ -64,7 +64,7 @@ def _prepare(optimizer: Optimizer, *_: object) -> None:
     params = params_of(optimizer)
     if GATHERS not in vars(optimizer) and _keeps_dtensors(type(optimizer), params):
         return
-    if hasattr(optimizer, "optimizers") or not any(_is_stood_for(param) for param in params):
+    if hasattr(optimizer, "optimizers") or not any(_has_stand_in(param) for param in params):
         return
     if _STAND_INS not in vars(optimizer):
         stand_ins = vars(optimizer)[_STAND_INS] = _StandIns()
@@ -89,7 +89,7 @@ def _num_slices(param: torch.Tensor) -> int:
     return math.prod(size for placement, size in sizes if placement.is_shard(0))
 
 
-def _is_stood_for(param: torch.Tensor) -> bool:
+def _has_stand_in(param: torch.Tensor) -> bool:
     owner = None if isinstance(param, ShardTensor) else owner_of(param)
     return owner is not None and owner.has_cut
 
@@ -209,7 +209,7 @@ class _StandIns:
 
     def place_of(self, param: Any) -> _Place | None:
         """Return the place of a parameter, if a stand-in takes it."""
-        if not _is_stood_for(param):
+        if not _has_stand_in(param):
             return None
         place = self._places.get(id(param))
         if place is None or place.of is not param or place.local is not local_of(param):
@@ -232,7 +232,7 @@ class _Step:
         vars(self.copy).pop("step", None)
 
     def _stand_in(self, param: Any) -> Any:
-        """Return what stands for a parameter; others stand for themselves."""
+        """Return the stand-in of a parameter, or the parameter if it has none."""
         place = self._stand_ins.place_of(param)
         if place is None:
             return param
@@ -249,8 +249,8 @@ class _Step:
             if isinstance(value, Optimizer):
                 vars(made)[name] = inner = self._copy_of(value)
                 vars(inner).pop("step", None)  # a scheduler's, which steps the original
-            elif name not in ("param_groups", "state") and _holds(value, _is_stood_for):
-                vars(made)[name] = _changed(value, _is_stood_for, self._stand_in)  # of L-BFGS
+            elif name not in ("param_groups", "state") and _holds(value, _has_stand_in):
+                vars(made)[name] = _changed(value, _has_stand_in, self._stand_in)  # of L-BFGS
                 self._replaced.add((id(made), name))
         return made
 

@@ -40,9 +40,9 @@ class StateTensor:
     @property
     def value(self) -> torch.Tensor:
         """The tensor itself."""
-        found = self.state[self.name]
-        assert isinstance(found, torch.Tensor)
-        return found
+        value = self.state[self.name]
+        assert isinstance(value, torch.Tensor)
+        return value
 
     @property
     def elements(self) -> torch.Tensor:
@@ -59,7 +59,7 @@ class StateTensor:
             self.state[self.name] = elements
 
 
-def held_of(optimizer: Optimizer, unit: Unit) -> dict[Key, StateTensor]:
+def state_tensors_of(optimizer: Optimizer, unit: Unit) -> dict[Key, StateTensor]:
     """Return the tensors of a unit's state that have elements, without step counts."""
     held = {
         (id(param.sharded), name): StateTensor(state, name)
@@ -68,11 +68,11 @@ def held_of(optimizer: Optimizer, unit: Unit) -> dict[Key, StateTensor]:
         for name, value in state.items()
         if isinstance(value, torch.Tensor) and value.ndim and name not in PLAIN_SCALARS
     }
-    return {key: each for key, each in held.items() if each.elements.numel()}
+    return {key: tensor for key, tensor in held.items() if tensor.elements.numel()}
 
 
 @dataclass(frozen=True)
-class _Row:
+class _FileEntry:
     begin: int
     num_bytes: int
     dtype: torch.dtype
@@ -94,7 +94,7 @@ class StateFile:
         """Reserve space for tensors with these sizes in bytes."""
         self.disk = disk
         self._unit = unit
-        self._rows: dict[Key, _Row] = {}
+        self._entries: dict[Key, _FileEntry] = {}
         self._file: DiskFile = disk.file(unit, regions_of(sizes).num_bytes)
         self._mapped = torch.empty(0, dtype=torch.uint8)
 
@@ -105,10 +105,13 @@ class StateFile:
 
     def fits(self, held: Mapping[Key, StateTensor]) -> bool:
         """Return True if the file is intact and has exactly these tensors."""
-        if self._file.transfers.failed or held.keys() != self._rows.keys():
+        if self._file.transfers.failed or held.keys() != self._entries.keys():
             return False
-        rows = ((each.elements, self._rows[key]) for key, each in held.items())
-        return all((t.dtype, t.shape) == (row.dtype, row.shape) for t, row in rows)
+        pairs = ((tensor.elements, self._entries[key]) for key, tensor in held.items())
+        return all(
+            (elements.dtype, elements.shape) == (entry.dtype, entry.shape)
+            for elements, entry in pairs
+        )
 
     def store(self, held: State) -> None:
         """Write tensors into the file, and wait."""
@@ -116,23 +119,25 @@ class StateFile:
         if self._file.num_bytes != sizes.num_bytes:
             self._file = self.disk.file(self._unit, sizes.num_bytes)
         places = zip(sizes.begins, held.items(), strict=True)
-        self._rows = {key: _Row(begin, t.nbytes, t.dtype, t.shape) for begin, (key, t) in places}
+        self._entries = {
+            key: _FileEntry(begin, t.nbytes, t.dtype, t.shape) for begin, (key, t) in places
+        }
         for key, tensor in held.items():
-            write = self.disk.start_write(self._file, self._rows[key].begin, tensor.contiguous())
+            write = self.disk.start_write(self._file, self._entries[key].begin, tensor.contiguous())
             write.wait()
         self._mapped = map_file(self._file)
 
-    def at_rest(self, key: Key) -> torch.Tensor:
+    def mapped(self, key: Key) -> torch.Tensor:
         """Return a tensor that is mapped from the file."""
-        return self._rows[key].view(self._mapped)
+        return self._entries[key].view(self._mapped)
 
-    def is_at_rest(self, key: Key, tensor: torch.Tensor) -> bool:
-        """Return True if ``tensor`` is the memory that `at_rest` returns."""
-        return tensor.data_ptr() == self._mapped.data_ptr() + self._rows[key].begin
+    def is_mapped(self, key: Key, tensor: torch.Tensor) -> bool:
+        """Return True if ``tensor`` is the memory that `mapped` returns."""
+        return tensor.data_ptr() == self._mapped.data_ptr() + self._entries[key].begin
 
-    def brought(self, key: Key, memory: torch.Tensor) -> torch.Tensor:
+    def view_in(self, memory: torch.Tensor, key: Key) -> torch.Tensor:
         """Return a tensor as a view of memory that the file was read into."""
-        return self._rows[key].view(memory[: self.num_bytes])
+        return self._entries[key].view(memory[: self.num_bytes])
 
     def start_reading(self) -> BufferRead:
         """Start reading the whole file into a buffer, when one is free."""
@@ -148,11 +153,12 @@ class StateFiles:
 
     def __init__(self) -> None:
         self._files: dict[Unit, StateFile] = {}
-        self._reserved: dict[Unit, StateFile] = {}
+        self._reserved: dict[Unit, StateFile] = {}  # for the step that is about to store
+        # By group and dtype of a parameter: the result of `sizes_of_state`.
         self._sizes: dict[tuple[int, torch.dtype], list[int]] = {}
 
     def file_of(self, unit: Unit, held: Mapping[Key, StateTensor]) -> StateFile | None:
-        """Return a unit's file if it is intact and has the tensors of its present state."""
+        """Return a unit's file if it is intact and has the tensors of its current state."""
         file = self._files.get(unit)
         return file if file is not None and file.fits(held) else None
 
@@ -160,7 +166,7 @@ class StateFiles:
         """Return True if the unit's next step, of these parameters, must store its state again."""
         if unit.home is None or unit.home.files.optimizer is None:
             return False
-        file = self.file_of(unit, held_of(optimizer, unit))
+        file = self.file_of(unit, state_tensors_of(optimizer, unit))
         return file is None or bool(self._sizes_to_come(optimizer, params))
 
     def _sizes_to_come(self, optimizer: Optimizer, params: Params) -> list[int]:
@@ -176,10 +182,10 @@ class StateFiles:
                 sizes += optimizer.bytes_to_come(param)
                 continue
             local = elements_of(param) if isinstance(param, DTensor) else param
-            asked = group, local.dtype
-            if asked not in self._sizes:
-                self._sizes[asked] = sizes_of_state(optimizer, *asked)
-            sizes += [local.numel() * size for size in self._sizes[asked]]
+            key = (group, local.dtype)
+            if key not in self._sizes:
+                self._sizes[key] = sizes_of_state(optimizer, group, local.dtype)
+            sizes += [local.numel() * size for size in self._sizes[key]]
         return sizes
 
     def reserve(self, optimizer: Optimizer, by_unit: Mapping[Unit | None, Params]) -> None:
@@ -194,8 +200,9 @@ class StateFiles:
                     continue
                 disk = None if unit.home is None else unit.home.files.optimizer
                 assert isinstance(disk, Disk)
-                held = [each.elements.nbytes for each in held_of(optimizer, unit).values()]
-                sizes = [*held, *self._sizes_to_come(optimizer, params)]
+                tensors = state_tensors_of(optimizer, unit).values()
+                sizes = [tensor.elements.nbytes for tensor in tensors]
+                sizes += self._sizes_to_come(optimizer, params)
                 self._reserved[unit] = StateFile(disk, unit.name, sizes)
         except BaseException:
             self._reserved.clear()
@@ -206,9 +213,9 @@ class StateFiles:
         file = self._reserved.pop(unit, None)
         if file is None:
             return
-        held = held_of(optimizer, unit)
-        file.store({key: each.elements for key, each in held.items()})
-        for key, each in held.items():
-            each.put(file.at_rest(key))
+        held = state_tensors_of(optimizer, unit)
+        file.store({key: tensor.elements for key, tensor in held.items()})
+        for key, tensor in held.items():
+            tensor.put(file.mapped(key))
         self._files[unit] = file
         file.disk.reserve(max(file.num_bytes for file in self._files.values()))

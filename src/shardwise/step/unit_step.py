@@ -2,9 +2,9 @@
 
 Note [A step in three parts]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Where the state rests and where the arithmetic runs are values of a `UnitStep`; when its parts run
-is a choice of its caller, who calls them one after another, or on two threads. With the state in a
-file, a buffer of the disk takes the state of one unit. While a unit is stepped in one buffer, the
+A `UnitStep` holds where the state is kept and where the arithmetic runs. Its caller decides when
+the parts run: one after another, or on two threads. With the state in a file, a buffer of the disk
+holds the state of one unit. While a unit is stepped in one buffer, the
 next unit's state is read into another, and the previous unit's is written from a third. Host memory
 is bounded by three times the largest unit's state, and the disk reads and writes at the same time.
 A reader of the state's tensors waits for the write, as a reader of parameters waits for the step.
@@ -45,9 +45,9 @@ from shardwise.unit.unit import Unit
 class UnitStep:
     """One step of one unit, or of parameters of no unit: `fetch`, `compute`, `put_back`.
 
-    ``file`` is where the state ``held`` rests; None if it is in memory. ``device`` is where the
-    step is computed; None is the host. ``tensors`` are those that the step uses. A reader of
-    ``computed`` waits for `compute`, a reader of ``put`` for `put_back`.
+    ``file`` holds the state ``held`` between steps; None if it is in memory. ``device`` computes
+    the step; None is the host. ``tensors`` are those that the step uses. A reader of ``computed``
+    waits for `compute`, a reader of ``put`` for `put_back`.
     """
 
     def __init__(
@@ -58,19 +58,22 @@ class UnitStep:
         held: Mapping[Key, StateTensor] | None = None,
         device: OnDevice | None = None,
     ) -> None:
-        self._plain, self._device = plain, device
-        self.file, self._held = file, held or {}
+        self._plain = plain
+        self._device = device
+        self.file = file
+        self._held = held or {}
         self.computed: Sequence[DTensor] = tensors
         self.put: Sequence[DTensor] = ()
         if file is not None:
-            values = [each.value for each in self._held.values()]
+            values = [tensor.value for tensor in self._held.values()]
             self.put = [value for value in values if isinstance(value, DTensor)]
             put = {id(value) for value in self.put}
             self.computed = [tensor for tensor in tensors if id(tensor) not in put]
         elif device is not None:
-            self.computed, self.put = (), tensors
+            self.computed = ()
+            self.put = tensors
         self._reading: BufferRead | None = None
-        self._putting: Future[Callable[[], None]] = Future()  # what `put_back` waits for
+        self._putting: Future[Callable[[], None]] = Future()  # a function that waits for the end
 
     @property
     def puts_back(self) -> bool:
@@ -105,39 +108,39 @@ class UnitStep:
             if self._device is not None:
                 return self._device.start(self._plain)
             self._plain()
-            return _wait_for_nothing
+            return _return_at_once
         self.fetch()
         assert self._reading is not None
         memory = self._reading.wait()
         if following is not None:
-            with suppress(StorageError):  # its own step fetches again, and raises then
+            with suppress(StorageError):  # that step fetches again, and raises then
                 following.fetch(if_free=True)
-        brought = {key: self.file.brought(key, memory) for key in self._held}
+        in_buffer = {key: self.file.view_in(memory, key) for key in self._held}
         for key, held in self._held.items():
-            if not self.file.is_at_rest(key, held.elements):  # the caller replaced it
-                brought[key].copy_(held.elements)
-        self._plain.bring(brought)
+            if not self.file.is_mapped(key, held.elements):  # the caller replaced it
+                in_buffer[key].copy_(held.elements)
+        self._plain.use_state(in_buffer)
         if self._device is not None:
             self._device.start(self._plain)()
         else:
             for key, replaced in self._plain().items():
-                brought[key].copy_(replaced)
+                in_buffer[key].copy_(replaced)
         return self.file.start_write(memory, self._reading.release).wait
 
     def put_back(self) -> None:
-        """Wait until the state is where it rests."""
+        """Wait until the state is in its file or in host memory again."""
         self._putting.result()()
         for key, held in self._held.items():
-            if self.file is not None and not self.file.is_at_rest(key, held.elements):
-                held.put(self.file.at_rest(key))
+            if self.file is not None and not self.file.is_mapped(key, held.elements):
+                held.put(self.file.mapped(key))
 
 
-def _wait_for_nothing() -> None:
+def _return_at_once() -> None:
     pass
 
 
 class OnDevice:
-    """The device as the place where one unit's step is computed; made inside the optimizer's step.
+    """Computation of one unit's step on the device; created inside the optimizer's step.
 
     Copies of parameters that stay on the device receive the new values too. Such a copy is current
     after the step if it was before, and if no other write changed the slices.
@@ -155,17 +158,17 @@ class OnDevice:
 
     def start(self, plain: PlainStep) -> Callable[[], None]:
         """Enqueue a step; return the function that waits until all loads are back on the host."""
-        back: Event | None = None
+        last: Event | None = None  # the end of the last load
         self._staging.follow(self._called)
         for load in plain.loads(LOAD_BYTES, self._mirror, self._make_memory):
-            back = self._staging.run(load)
+            last = self._staging.run(load)
 
         def wait() -> None:
-            if back is not None:
-                back.wait()
+            if last is not None:
+                last.wait()
             for storage, version in self._versions.items():
                 storage.note_mirrored(version)
-            plain.hand_on()
+            plain.write_back()
 
         return wait
 

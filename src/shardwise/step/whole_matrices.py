@@ -32,10 +32,10 @@ from shardwise.layout.placements import local_of
 from shardwise.step.local_step import (
     Args,
     Kwargs,
+    copy_settings_back,
     is_elementwise,
     optimizer_like,
     run_last,
-    take_settings,
 )
 from shardwise.step.probe import refuse_collectives, traits_of
 from shardwise.tensor.plain_state import PLAIN_SCALARS, owner_of, owning_rank
@@ -70,66 +70,67 @@ def _prepare(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> None:
     refuse_collectives(optimizer, traits)
     if not traits.is_separable:
         return  # operations on sharded tensors are right for all ranks, or refused
-    run_last(optimizer, _take_apart)
+    run_last(optimizer, _substitute)
     if _HOOK not in vars(optimizer):
-        vars(optimizer)[_HOOK] = optimizer.register_step_post_hook(_hand_on).id
+        vars(optimizer)[_HOOK] = optimizer.register_step_post_hook(_write_back).id
     after = cast(OrderedDict[int, object], optimizer._optimizer_step_post_hooks)
     after.move_to_end(vars(optimizer)[_HOOK], last=False)
 
 
-def _take_apart(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+def _substitute(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     step = _WholeStep(optimizer)
-    args, kwargs = (step.copy, *args[1:]), dict(kwargs)
+    kwargs = dict(kwargs)
     closure = args[1] if len(args) > 1 else kwargs.pop("closure", None)
     if callable(closure):
-        args = (step.copy, step.around(closure), *args[2:])
-    return args, kwargs
+        return (step.copy, step.around(closure), *args[2:]), kwargs
+    return (step.copy, *args[1:]), kwargs
 
 
-def _hand_on(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> None:
+def _write_back(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> None:
     step: _WholeStep | None = vars(args[0]).get(_STEP) if args else None
     if step is not None:
-        step.hand_on(optimizer)
+        step.write_back(optimizer)
 
 
 class _WholeStep:
     """One step, taken by the optimizer ``copy``."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._here: list[tuple[torch.Tensor, torch.Tensor]] = []  # and their plain tensors
-        self._elsewhere: list[torch.Tensor] = []
+        self._owned: list[tuple[torch.Tensor, torch.Tensor]] = []  # parameter, plain tensor
+        self._elsewhere: list[torch.Tensor] = []  # owned by other ranks
         groups = [{**group, "params": []} for group in optimizer.param_groups]
-        for group, made in zip(optimizer.param_groups, groups, strict=True):
+        for group, new_group in zip(optimizer.param_groups, groups, strict=True):
             for param in group["params"]:
                 owner = owning_rank(param)
                 if owner is None:
-                    made["params"].append(param)
+                    new_group["params"].append(param)
                 elif owner == owner_of(param).cut.comm.axes.shard.rank:
                     stand_in = local_of(param).detach().requires_grad_(param.requires_grad)
-                    self._here.append((param, stand_in))
-                    made["params"].append(stand_in)
+                    self._owned.append((param, stand_in))
+                    new_group["params"].append(stand_in)
                 else:
                     self._elsewhere.append(param)
-        self._bring_grads()
+        self._read_grads()
         state: dict[torch.Tensor, dict[str, object]] = defaultdict(dict, optimizer.state)
         for param in self._elsewhere:
             state.pop(param, None)
-        self._before: dict[int, Mapping[str, object]] = {}
-        for param, stand_in in self._here:
-            self._before[id(param)] = state.pop(param, {})
-            if self._before[id(param)]:
-                state[stand_in] = {k: _plain(v) for k, v in self._before[id(param)].items()}
-        self._given = {id(stand_in): dict(state.get(stand_in, {})) for _, stand_in in self._here}
+        self._before: dict[int, Mapping[str, object]] = {}  # state by id of the parameter
+        for param, stand_in in self._owned:
+            before = state.pop(param, {})
+            self._before[id(param)] = before
+            if before:
+                state[stand_in] = {key: _plain(value) for key, value in before.items()}
+        self._given = {id(stand_in): dict(state.get(stand_in, {})) for _, stand_in in self._owned}
         self.copy = optimizer_like(optimizer, groups, state)
         vars(self.copy)[_STEP] = self
 
-    def _bring_grads(self) -> None:
+    def _read_grads(self) -> None:
         """Read the gradients, on all ranks: reading one completes its reduction."""
-        grads = [param.grad for param in (*self._elsewhere, *(p for p, _ in self._here))]
+        grads = [param.grad for param in (*self._elsewhere, *(p for p, _ in self._owned))]
         for grad in grads:
             if isinstance(grad, PartialGrad):
                 grad.to_local()  # raises: the window is open
-        for param, stand_in in self._here:
+        for param, stand_in in self._owned:
             grad = param.grad
             stand_in.grad = None if grad is None else local_of(grad)
 
@@ -138,41 +139,44 @@ class _WholeStep:
 
         def closure_and_grads() -> object:
             self._count_changes()
-            found = closure()
-            self._bring_grads()
-            return found
+            loss = closure()
+            self._read_grads()
+            return loss
 
         return closure_and_grads
 
     def _count_changes(self) -> None:
         """Mark full copies as stale on all ranks, so that all ranks gather together."""
-        stepped = [*self._elsewhere, *(param for param, _ in self._here)]
+        stepped = [*self._elsewhere, *(param for param, _ in self._owned)]
         torch.autograd.graph.increment_version([local_of(param) for param in stepped])
 
-    def hand_on(self, optimizer: Optimizer) -> None:
+    def write_back(self, optimizer: Optimizer) -> None:
         """Write the copy's state, options and attributes back to the optimizer."""
         self._count_changes()
         state = self.copy.state
         del vars(self.copy)[_STEP]  # no cycle, which would keep the gradients
-        for param, stand_in in self._here:
-            found = state.pop(stand_in, None)
-            if found is not None:
+        for param, stand_in in self._owned:
+            stepped = state.pop(stand_in, None)
+            if stepped is not None:
                 optimizer.state[param] = {
-                    key: self._kept(param, stand_in, key, value) for key, value in found.items()
+                    key: self._sharded(param, stand_in, key, value)
+                    for key, value in stepped.items()
                 }
         for param in self._elsewhere:
             optimizer.state.pop(param, None)
         for key, value in state.items():
             optimizer.state[key] = value
-        take_settings(optimizer, self.copy)
+        copy_settings_back(optimizer, self.copy)
 
-    def _kept(self, param: torch.Tensor, stand_in: torch.Tensor, key: str, value: object) -> object:
+    def _sharded(
+        self, param: torch.Tensor, stand_in: torch.Tensor, key: str, value: object
+    ) -> object:
         """Return one value of the state to keep: the tensor from before the step, or a new one."""
         given = self._given[id(stand_in)].get(key)
         if isinstance(value, torch.Tensor) and value is given:
             return self._before[id(param)][key]
-        is_alike = type(value) is torch.Tensor and value.shape == param.shape
-        if not is_alike or key in PLAIN_SCALARS:
+        has_shape = type(value) is torch.Tensor and value.shape == param.shape
+        if not has_shape or key in PLAIN_SCALARS:
             return value
         return owner_of(param).form.wrap(value)
 
@@ -182,5 +186,5 @@ def _plain(value: object) -> object:
     if isinstance(value, DTensor):
         return local_of(value)
     if type(value) is dict:
-        return {key: _plain(each) for key, each in value.items()}
+        return {key: _plain(inner) for key, inner in value.items()}
     return type(value)(map(_plain, value)) if isinstance(value, list | tuple) else value
