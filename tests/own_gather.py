@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 from torch.autograd import _unsafe_preserve_version_counter
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils import _pytree as pytree
 
 
@@ -53,6 +54,16 @@ class HalfSent(Tensor):
             return None
         upcast = gathered.to(param_dtype)
         return upcast, (upcast,)
+
+
+class Pair(TwoTensor):
+    """Two tensors of the same values; its full form, and so its gradient, is a pair too."""
+
+    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
+        return (self.a, self.b), None
+
+    def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
+        return None if out is not None else (Pair(*outputs), outputs)
 
 
 class OnlyChunked(HalfSent):

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import shardwise
 from oracle import assert_same_bits
-from own_gather import KINDS, OnlyChunked, OwnNet
+from own_gather import KINDS, OnlyChunked, OwnNet, Pair
 from ranks import on_ranks, run_sizes
 from shardwise.errors import ConfigError, ReplicaError, StateError
 from shardwise.tensor.inner import gather_whole, plain_parts
@@ -287,3 +287,17 @@ def test_a_class_that_is_only_cut_by_chunks_is_sharded(rank):
         model = to_shards(nn.Sequential(layer, nn.Linear(6, 2)))
         model(torch.ones(1, 4)).sum().backward()
         assert torch.equal(whole(model[1].weight.grad), values.sum(1).expand(2, 6))
+
+
+@on_ranks(2)
+def test_gradient_of_the_full_forms_class_is_reduced_once(rank):
+    """Each tensor that it is made of was sent, and the second step matched an old message."""
+    values = torch.arange(24.0).view(6, 4)
+    for to_shards in (shardwise.shard, shardwise.fully_shard):
+        layer = nn.Linear(4, 6, bias=False)
+        layer.weight = nn.Parameter(Pair(values, values.clone()))
+        model = to_shards(layer)
+        for step in range(1, 4):
+            model(torch.full((1, 4), float(step))).sum().backward()
+            assert torch.equal(model.weight.grad.full_tensor(), torch.full((6, 4), float(step)))
+            model.zero_grad()

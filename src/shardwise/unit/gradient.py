@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.errors import ConfigError, StateError
@@ -162,7 +163,12 @@ class Gradient:
         if grad is None:
             return None
         grad = self.param.form.full_grad(grad)
-        return grad if grad.layout is torch.strided else grad.to_dense()
+        if grad.layout is not torch.strided:
+            return grad.to_dense()
+        if is_traceable_wrapper_subclass(grad):
+            # A send of a tensor made of others would send each of them, and match one receive.
+            return torch.empty(grad.shape, dtype=grad.dtype, device=grad.device).copy_(grad)
+        return grad
 
 
 class GradHooks:
