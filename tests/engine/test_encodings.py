@@ -218,7 +218,7 @@ def test_encoded_reductions_go_with_offload_and_accumulation_and_hide_no_nan(ran
     (bad(rank) + torch.nan * bad.wide[0, 0] * (rank == num_ranks - 1)).backward()
     grad = dict(bad.named_parameters())["wide"].grad.full_tensor().flatten()
     assert grad[:BLOCK].isnan().all() and grad[BLOCK:].isfinite().all()
-    with pytest.raises(ConfigError, match="ask for a dtype as reduce= for the check"):
+    with pytest.raises(ConfigError, match="choose a dtype as reduce= for the check"):
         check_gradients(
             lambda: nn.Linear(4, 4),
             torch.ones(num_ranks, 4),

@@ -106,13 +106,14 @@ def test_a_trainer_run_is_observed_by_one_callback(world_size, tmp_path):
     # Evaluations after steps 2 and 4 are in no step; the save after step 3 is in step 4.
     for step in (2, 3, 4):
         counted = phases(ours, step)
-        # Collectives of the loop's own, for the number of tokens, cut the one time of data loading.
+        # Collectives of the loop's own, for the number of tokens, cut the one time of data loading,
+        # and comparisons of ranks in passes 2, 4, 8 the time of backward between units.
         assert 1 <= counted["data", ""] <= 1 + counted["exchange", ""]
         assert counted["forward", "model.layers.0"] >= 2
         assert (counted["save", ""] > 0) is (step == 4)
     second, third = phases(ours, 2), phases(ours, 3)
     for each in (second, third):
-        for phase in ("data", "exchange"):
+        for phase in ("data", "exchange", "backward"):
             del each[phase, ""]
     assert third == second
     assert [line.metrics[STALL_S].min > 0 for line in ours.steps] == [False, False, False, True]

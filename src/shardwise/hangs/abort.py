@@ -232,6 +232,10 @@ class Watch(Listener):
             while True:
                 self.publish()
                 table = WaitTable(self._heartbeats, dist.get_rank(), record)
+                if table.gone:
+                    # A rank may publish why it ends after the read, and before its process is seen.
+                    self.publish()
+                    table = WaitTable(self._heartbeats, dist.get_rank(), record)
                 if table.gone or timed_out:
                     break
                 if time.monotonic() >= until_s:
