@@ -37,7 +37,7 @@ BUDGETS = {
     "optim": 920,
     "parallel": 1980,
     "check": 640,
-    "hangs": 810,
+    "hangs": 840,
     "plan": 6620,
     "bench": 560,
     "checkpoint": 5280,
