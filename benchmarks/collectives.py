@@ -84,7 +84,7 @@ def _calls(full_bytes: int, dtype: Any) -> tuple[dict[str, Callable[[], None]], 
     from shardwise.layout.segments import Segment
     from shardwise.mesh import resolve_axes
 
-    axes = resolve_axes(None, None, None, "cpu")
+    axes = resolve_axes(None, "cpu")
     comm = Comm(axes, torch.device("cpu"))
     axis = axes.shard
     numel = full_bytes // dtype.itemsize // axis.size * axis.size
