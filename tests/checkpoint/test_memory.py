@@ -158,7 +158,7 @@ RESTARTS = {
     "its checkpoints were moved away": (
         *((2,), {}),
         *(lambda root: shutil.move(root / "run/step-00000001", root / "elsewhere"), None, False),
-        "nothing is loaded: the copies .*step-00000001 was removed or moved away after them",
+        "nothing is loaded: the copies .*step-00000001 was removed or moved after they were made",
     ),
 }
 

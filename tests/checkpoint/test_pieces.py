@@ -224,7 +224,7 @@ def alike(rank, **fields):
     """Return ranks that hold the same tensors over one mesh, one of them changed."""
     mesh = (((0, 1, 2, 3),),)
     made = [
-        replace(EXAMPLE.table_of(0), meshes=mesh, layouts=(), sharded=(), is_alike=True)
+        replace(EXAMPLE.table_of(0), meshes=mesh, layouts=(), sharded=(), is_uniform=True)
         for _ in range(EXAMPLE.num_ranks)
     ]
     made[rank] = replace(made[rank], **fields)
@@ -246,7 +246,7 @@ UNFIT = {
         r"'u0.a' is param F32 \(6, 4\), cut, on ranks 0, 1, and param BF16 .* on ranks 2, 3",
     ),
     "a name for two": (
-        changed(1, apart=("u1.b",)),
+        changed(1, own_mesh_params=("u1.b",)),
         r"'u1.b' has a mesh of its own, and on ranks 0 to 3 there are 2 of that name",
     ),
     "a stage": (changed(2, stage=2), r"rank 0 is at stage 3, rank 2 at stage 2"),
@@ -261,7 +261,7 @@ UNFIT = {
         r"'w1' is buffer I64 \(5,\), whole, on ranks 0, 2, 3, and buffer I64 \(2,\), whole, on",
     ),
     "copies of what turns gave": (
-        changed(1, meshes=(((0, 1), (2, 3)),), is_alike=True, is_staged=True, sharded=()),
+        changed(1, meshes=(((0, 1), (2, 3)),), is_uniform=True, is_staged=True, sharded=()),
         r"rank 1 cut all over one mesh with replicas",
     ),
     "a setting of ranks that are alike": (

@@ -298,7 +298,7 @@ def test_a_forged_checkpoint_without_a_lie_passes(folder):
         (lambda index: index["boxes"][0].__setitem__(3, ""), "not described right"),
         (lambda index: index["boxes"][0].pop(), "Field required"),
         (lambda index: index["own"].pop(), "does not end with its last tensor"),
-        (lambda index: index["own"].append(index["own"][0]), "stands in it twice"),
+        (lambda index: index["own"].append(index["own"][0]), "occurs twice"),
         (lambda index: index["own"][0].update(kind="param"), "cannot have its own"),
         (lambda index: index["files"].pop(), "names"),
         (lambda index: index["files"][0].update(num_bytes=9), "it names"),

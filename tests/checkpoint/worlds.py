@@ -103,7 +103,7 @@ class World:
             optimizer,
             (),
             {"extra": {"rank": rank}},
-            is_alike=False,
+            is_uniform=False,
         )
 
     def _items(self, number, region, mesh, rank, layout):

@@ -5,7 +5,7 @@ Note [The collector while planning]
 A save or a load makes some ten objects for each tensor and keeps them to its end; none of them is
 in a cycle. So many new objects make Python's garbage collector look at every object of the process:
 200 ms where torch is loaded, in every second save of 1,500 tensors, on any of the ranks, and the
-others wait. The collector is paused where training stands still anyway, not in the background.
+others wait. The collector is paused while training waits anyway, not in the background.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def rows_of_all_ranks(control: Control, work: Callable[[], bytes], row_bytes: in
     if not any(r[0] for r in rows):
         return [r[1:] for r in rows]
     kind = next((n for n, k in enumerate(_KINDS) if type(failure) is k), 0)
-    said = explain(failure).encode(errors="backslashreplace")  # a name may not be UTF-8
-    text = said[:_TEXT_BYTES].decode(errors="ignore").encode()
+    encoded = explain(failure).encode(errors="backslashreplace")  # a name may not be UTF-8
+    text = encoded[:_TEXT_BYTES].decode(errors="ignore").encode()
     row = bytes([failure is not None, kind]) + text.ljust(_TEXT_BYTES, b"\0")
     rows = control.exchange(row)
     rank, first = next((n, r) for n, r in enumerate(rows) if r[0])

@@ -70,8 +70,8 @@ class Described(SealedPart):
     uncut: Rows[TensorRow]
     tied: dict[Name, Name]
     optimizer: OptimizerRow | None
-    apart: Rows[Name]
-    is_alike: bool
+    own_mesh_params: Rows[Name]
+    is_uniform: bool
     takes_turns: bool  # only the tensors were copied that this rank writes if all ranks are equal
 
 
@@ -93,7 +93,7 @@ class _Group:
     """Ranks with one description; of each of their whole tensors, the digests on these ranks."""
 
     ranks: list[int]
-    said: Described
+    description: Described
     digests: list[set[bytes]]
 
 
@@ -107,7 +107,7 @@ class Merged:
     """
 
     optimizer: OptimizerRow | None
-    is_alike: bool
+    is_uniform: bool
     meshes: dict[Ranks, int] = field(default_factory=dict)
     layouts: list[LayoutRow] = field(default_factory=list)
     cut: dict[Key, dict[tuple[int, int], TensorRow]] = field(default_factory=dict)
@@ -159,7 +159,7 @@ def assemble(
         rows.append(row.model_copy(update={"rank": writer}) if writer else row)
     meshes = tuple(merged.meshes)
     manifest = Manifest(
-        format=FORMAT if merged.is_alike else PIECES_FORMAT,
+        format=FORMAT if merged.is_uniform else PIECES_FORMAT,
         shardwise=__version__,
         torch=torch.__version__,
         run=run,
@@ -173,7 +173,7 @@ def assemble(
         tied=dict(merged.tied),
         optimizer=merged.optimizer,
         ranks=(),
-        meshes=() if merged.is_alike else tuple(MeshRow(ranks=ranks) for ranks in meshes),
+        meshes=() if merged.is_uniform else tuple(MeshRow(ranks=ranks) for ranks in meshes),
     )
     if len(groups) == 1 and all(len(found) == 1 for _, _, found in merged.uncut.values()):
         last.manifest = manifest
@@ -200,7 +200,7 @@ def items_to_write(table: Table, control: Control) -> list[Item]:
     found = []
     for number, item in enumerate(table.sharded):
         mesh = table.meshes[table.layouts[item.row.layout or 0].mesh]
-        if table.is_alike:
+        if table.is_uniform:
             is_mine = number % len(mesh) == control.rank // len(mesh[0])
         else:
             turn = turn_of_key(item.info.key, len(mesh))
@@ -234,8 +234,8 @@ def _groups_of(
             static = _describe(control, table, "", None, None).model_dump_json()
             last.rows, last.digest, last.manifest = rows_here, digest_of(static.encode()), None
         optimizer = "" if table.optimizer is None else table.optimizer.model_dump_json()
-        said = f"{last.digest} {run} {step} {optimizer}"
-        return bytes.fromhex(digest_of(said.encode()) + digest_of(b"".join(digests)))
+        settings = f"{last.digest} {run} {step} {optimizer}"
+        return bytes.fromhex(digest_of(settings.encode()) + digest_of(b"".join(digests)))
 
     rows = rows_of_all_ranks(control, describe, 2 * DIGEST_BYTES)
     if is_same and all(row == rows[0] for row in rows):
@@ -249,14 +249,14 @@ def _groups_of(
         held = exchange_any(control, held[0])
     groups = []
     for ranks in same.values():
-        said = mine
+        description = mine
         if not is_one:
-            text = control.broadcast(said.model_dump_json().encode(), ranks[0])
-            said = Described.model_validate_json(text)
+            text = control.broadcast(description.model_dump_json().encode(), ranks[0])
+            description = Described.model_validate_json(text)
         found = {held[rank] for rank in ranks}
         ends = range(0, len(held[ranks[0]]), DIGEST_BYTES)
         of_each = [{data[at : at + DIGEST_BYTES] for data in found} for at in ends]
-        groups.append(_Group(ranks, said, of_each))
+        groups.append(_Group(ranks, description, of_each))
     return groups
 
 
@@ -266,16 +266,16 @@ def _rows_of(table: Table) -> tuple[object, ...]:
     Rows are kept from save to save, so that a comparison is one of identities.
     """
     rows = tuple(item.row for item in (*table.sharded, *table.uncut))
-    how = table.stage, table.is_alike, table.is_staged, table.apart, table.place
+    settings = table.stage, table.is_uniform, table.is_staged, table.own_mesh_params, table.place
     layouts = tuple((row.kind, row.shapes, row.mesh) for row in table.layouts)
-    return rows, len(table.sharded), table.meshes, layouts, tuple(table.tied.items()), how
+    return rows, len(table.sharded), table.meshes, layouts, tuple(table.tied.items()), settings
 
 
 def _describe(
     control: Control, table: Table, run: str, step: int | None, optimizer: OptimizerRow | None
 ) -> Described:
     numbers = {member: number for number, member in enumerate(control.members)}
-    if table.is_alike:  # the meshes of one process alone are not those of its group
+    if table.is_uniform:  # the meshes of one process alone are not those of its group
         numbers = {rank: rank for mesh in table.meshes for row in mesh for rank in row}
     strange = {r for mesh in table.meshes for row in mesh for r in row} - numbers.keys()
     if strange:
@@ -294,9 +294,9 @@ def _describe(
         uncut=tuple(item.row for item in table.uncut),
         tied=dict(table.tied),
         optimizer=optimizer,
-        apart=table.apart,
-        is_alike=table.is_alike,
-        takes_turns=table.is_alike and table.is_staged and len(table.meshes[0]) > 1,
+        own_mesh_params=table.own_mesh_params,
+        is_uniform=table.is_uniform,
+        takes_turns=table.is_uniform and table.is_staged and len(table.meshes[0]) > 1,
     )
 
 
@@ -305,46 +305,46 @@ def merge(groups: Sequence[_Group]) -> Merged:
 
     **Raises** CheckpointError, the same on all ranks, naming the ranks that do not fit together.
     """
-    first, is_alike = groups[0].said, all(group.said.is_alike for group in groups)
+    first, is_uniform = groups[0].description, all(group.description.is_uniform for group in groups)
     for group in groups:
-        if group.said.takes_turns and not is_alike:
+        if group.description.takes_turns and not is_uniform:
             raise CheckpointError(
                 f"{name_ranks(group.ranks)} cut all over one mesh with replicas, and other ranks "
                 "have units of further meshes: save such a model with shardwise.save()"
             )
         for name in ("stage", "step", "run"):
-            here, there = getattr(first, name), getattr(group.said, name)
+            here, there = getattr(first, name), getattr(group.description, name)
             if here != there:
                 raise CheckpointError(
                     f"rank 0 is at {name} {here}, {name_ranks(group.ranks)} at {name} {there}"
                 )
-    merged = Merged(_merged_optimizer(groups), is_alike)
+    merged = Merged(_merged_optimizer(groups), is_uniform)
     numbers: dict[LayoutRow, int] = {}
     held: dict[_OnMesh, set[int]] = {}  # the groups that have a tensor
     for number, group in enumerate(groups):
-        said = group.said
-        meshes = [merged.meshes.setdefault(m.ranks, len(merged.meshes)) for m in said.meshes]
-        moved = [row.model_copy(update={"mesh": meshes[row.mesh]}) for row in said.layouts]
+        description = group.description
+        meshes = [merged.meshes.setdefault(m.ranks, len(merged.meshes)) for m in description.meshes]
+        moved = [row.model_copy(update={"mesh": meshes[row.mesh]}) for row in description.layouts]
         layouts = [numbers.setdefault(row, len(numbers)) for row in moved]
-        if is_alike:  # in format 1 each unit has a layout of its own
+        if is_uniform:  # in format 1 each unit has a layout of its own
             layouts = list(range(len(moved)))
-        for row in said.cut:
+        for row in description.cut:
             assert row.layout is not None and row.index is not None
             key, place = row.key, (layouts[row.layout], row.index)
-            moved_row = row if is_alike else row.model_copy(update={"layout": place[0]})
+            moved_row = row if is_uniform else row.model_copy(update={"layout": place[0]})
             merged.cut.setdefault(key, {}).setdefault(place, moved_row)
             held.setdefault((moved[row.layout].mesh, key, place), set()).add(number)
-        for row, digests in zip(said.uncut, group.digests, strict=True):
+        for row, digests in zip(description.uncut, group.digests, strict=True):
             _, holders, found = merged.uncut.setdefault(row.key, (row, [], set()))
             holders.append(group)
             found |= digests
-        for name, holder in said.tied.items():
+        for name, holder in description.tied.items():
             if merged.tied.setdefault(name, holder) != holder:
                 both = f"'{merged.tied[name]}' and '{holder}'"
                 raise CheckpointError(f"'{name}' is another name of {both} on different ranks")
-    merged.layouts = list(first.layouts if is_alike else numbers)
+    merged.layouts = list(first.layouts if is_uniform else numbers)
     _check_meshes(groups, merged, held)
-    if is_alike and len(groups) > 1:
+    if is_uniform and len(groups) > 1:
         lacking = [
             key.info.key for key, (_, on, _) in merged.uncut.items() if len(on) < len(groups)
         ]
@@ -352,7 +352,7 @@ def merge(groups: Sequence[_Group]) -> Merged:
             f"rank {groups[1].ranks[0]} has other buffers or optimizer state to save than rank 0"
             f"{f': {lacking[0]!r} is not on both' if lacking else ''}. {_HINT}"
         )
-    if not is_alike:  # else each tensor is the same on all ranks, and none is in pieces
+    if not is_uniform:  # else each tensor is the same on all ranks, and none is in pieces
         _check_tensors(groups, merged)
     return merged
 
@@ -396,9 +396,9 @@ def _check_tensors(groups: Sequence[_Group], merged: Merged) -> None:
                 f"'{info.key}' {info.shape}: its pieces, on {_holders(groups, info)}, are not the "
                 f"whole tensor. {_HINT}"
             )
-    apart = {name for group in groups for name in group.said.apart}
+    own_mesh_params = {name for group in groups for name in group.description.own_mesh_params}
     for (info, _), places in merged.cut.items():
-        if info.name in apart and len(places) > 1:
+        if info.name in own_mesh_params and len(places) > 1:
             raise CheckpointError(
                 f"'{info.name}' has a mesh of its own, and on {_holders(groups, info)} there are "
                 f"{len(places)} of that name: whether they are one tensor is not known. Make it a "
@@ -417,7 +417,7 @@ def _holders(groups: Sequence[_Group], info: TensorInfo) -> str:
     found = [
         rank
         for group in groups
-        if any(row.info == info for row in (*group.said.cut, *group.said.uncut))
+        if any(row.info == info for row in (*group.description.cut, *group.description.uncut))
         for rank in group.ranks
     ]
     return name_ranks(sorted(found))
@@ -425,7 +425,7 @@ def _holders(groups: Sequence[_Group], info: TensorInfo) -> str:
 
 def _merged_optimizer(groups: Sequence[_Group]) -> OptimizerRow | None:
     """Merge what optimizers hold beside tensors: equal settings, and all ranks' parameters."""
-    rows = [(name_ranks(group.ranks), group.said.optimizer) for group in groups]
+    rows = [(name_ranks(group.ranks), group.description.optimizer) for group in groups]
     first_ranks, first = rows[0]
     merged: list[Any] = []
     state: dict[str, object] = {}
@@ -499,8 +499,10 @@ def _check_tied_copies(control: Control, table: Table, merged: Merged) -> None:
         return
     mine = {item.row.key: item for item in table.sharded}
     sums = [fingerprint(mine[key]) if key in mine else 0 for key in shared]
-    said = control.exchange(b"".join(n.to_bytes(8, "big") for n in (table.place, *sums)))
-    rows = [[int.from_bytes(row[n : n + 8], "big") for n in range(0, len(row), 8)] for row in said]
+    gathered = control.exchange(b"".join(n.to_bytes(8, "big") for n in (table.place, *sums)))
+    rows = [
+        [int.from_bytes(row[n : n + 8], "big") for n in range(0, len(row), 8)] for row in gathered
+    ]
     meshes, layouts = list(merged.meshes), list(merged.layouts)
     for number, key in enumerate(shared, 1):
         found: dict[int, tuple[int, list[int]]] = {}  # by stage: the tensor's sum, and its ranks

@@ -183,7 +183,7 @@ class Checkpoints:
             if memory_every is not None:
                 root = Path(memory_folder)
                 self._memory = MemoryTier(self.folder, self._control, root, copies, *counts)
-                self._tell_news()
+                self._warn_of_news()
         except BaseException:
             self._leave_folder()
             raise
@@ -215,7 +215,7 @@ class Checkpoints:
             if self._memory is not None:
                 self._memory.counts = counts
 
-    def _tell_news(self) -> None:
+    def _warn_of_news(self) -> None:
         """Warn of what happened to the copies in memory."""
         if self._memory is not None:
             news, self._memory.news = self._memory.news, []
@@ -226,8 +226,8 @@ class Checkpoints:
         """Compare the settings of copies in memory. **Raises** ConfigError if the ranks differ."""
         rows = exchange_any(self._control, repr(settings).encode())
         if len(set(rows)) > 1:
-            said = ", ".join(f"rank {n}: {row.decode()}" for n, row in enumerate(rows))
-            raise ConfigError(f"memory_every, copies: expected the same on all ranks, got {said}")
+            values = ", ".join(f"rank {n}: {row.decode()}" for n, row in enumerate(rows))
+            raise ConfigError(f"memory_every, copies: expected the same on all ranks, got {values}")
 
     def _leave_folder(self, clears_memory: bool = False) -> None:
         self._open = False
@@ -383,7 +383,7 @@ class Checkpoints:
             loaded = one.run(self.folder, only, *found)
             if loaded is not None and self._memory is not None:
                 self._memory.keep_only(one.taken if loaded.from_memory else None)
-                self._tell_news()
+                self._warn_of_news()
         self._unread = None
 
         def go_on() -> None:
@@ -412,8 +412,8 @@ class Checkpoints:
         if self._saving is None:
             return
         mine = _FAILED if self._saving.error else _DONE if self._saving.done else _RUNNING
-        said = {row[0] for row in self._engine.all_ranks.exchange(bytes([mine]))}
-        if _FAILED in said or said == {_DONE}:
+        states = {row[0] for row in self._engine.all_ranks.exchange(bytes([mine]))}
+        if _FAILED in states or states == {_DONE}:
             self.finish()
 
     def finish(self) -> None:
@@ -424,7 +424,7 @@ class Checkpoints:
         with self._tracer.span("save", ""):
             saving.join()  # interrupted, it is still in flight
         self._saving = None
-        self._tell_news()
+        self._warn_of_news()
         news, self._news = self._news, []
         for text in news:
             warnings.warn(text, stacklevel=2)
@@ -499,7 +499,7 @@ class Checkpoints:
         if self._control.rank == 0 and newer:
             raise ConfigError(
                 f"step={step}: {self.folder} holds newer checkpoints ({newer[0]}), which the next "
-                "load would take. Move them away, or use shardwise.load() and another folder"
+                "load would take. Move them elsewhere, or use shardwise.load() and another folder"
             )
 
     def _refuse_older(self, step: int) -> None:
@@ -512,7 +512,8 @@ class Checkpoints:
             if other not in self._skipped and is_usable(self._files, self.folder, other):
                 raise ConfigError(
                     f"step {step}: {self.folder} holds step {other}, which the next load would "
-                    "take. Call load(), choose another folder, or move the newer checkpoints away"
+                    "take. Call load(), choose another folder, or move the newer checkpoints "
+                    "elsewhere"
                 )
 
     def _warn_of_unread(self) -> None:
@@ -525,7 +526,8 @@ class Checkpoints:
             warnings.warn(
                 f"{self.folder} holds checkpoints of an earlier run (newest: step {unread}) and "
                 f"training begins {begins}. Saves up to step {unread} will be refused, as the next "
-                "load takes the highest step. Call load(), take another folder, or move them away",
+                "load takes the highest step. Call load(), take another folder, or move them "
+                "elsewhere",
                 stacklevel=2,
             )
 

@@ -171,7 +171,7 @@ class CopiesThatCount(NamedTuple):
     """Which copies in memory may be loaded: those of ``run`` with these steps and digests.
 
     A digest is that of the copy's manifest. ``on_disk`` is the newest step on disk that the run
-    knew of: if it has been removed or moved away since, no copy counts. -1: none.
+    knew of: if it has been removed or moved since, no copy counts. -1: none.
     """
 
     run: str = ""
@@ -204,8 +204,8 @@ def name_holder(lock: Lock, run: str, copies: CopiesThatCount) -> None:
     They are its first line: a process that is killed while it writes leaves the rest of a longer
     text behind it.
     """
-    said = {"pid": os.getpid(), "host": socket.gethostname(), "run": run, "in_memory": copies}
-    lock.write(json.dumps(said) + "\n")
+    content = {"pid": os.getpid(), "host": socket.gethostname(), "run": run, "in_memory": copies}
+    lock.write(json.dumps(content) + "\n")
 
 
 def lock_text(files: Files, path: Path) -> Any:
@@ -225,7 +225,8 @@ def copies_that_count(files: Files, folder: Path) -> tuple[CopiesThatCount, str]
     except (OSError, ValueError, LookupError, TypeError, CheckpointError):
         return NO_COPIES, f"{folder} does not say that they are of its run"
     if found.on_disk >= 0 and found.on_disk not in steps_in(files, folder):
-        return found, f"{folder / step_name(found.on_disk)} was removed or moved away after them"
+        newest = folder / step_name(found.on_disk)
+        return found, f"{newest} was removed or moved after they were made"
     return found, ""
 
 
@@ -239,8 +240,8 @@ def lock_holder(files: Files, folder: Path) -> str | None:
 
 def _holder(files: Files, path: Path) -> str:
     try:
-        said = lock_text(files, path)
-        return f"process {said['pid']} on {said['host']} (run {said['run']})"
+        holder = lock_text(files, path)
+        return f"process {holder['pid']} on {holder['host']} (run {holder['run']})"
     except (OSError, ValueError, KeyError, TypeError, CheckpointError):
         return "another process"
 
@@ -277,8 +278,8 @@ def clean_up(files: Files, folder: Path, of: str = "") -> Leftovers:
             continue
         try:
             if not entry.name.endswith(_LOCKED):
-                away = _claim(files, path, entry)
-                going += [(entry.name, away)] if away is not None else []
+                hidden = _claim(files, path, entry)
+                going += [(entry.name, hidden)] if hidden is not None else []
             elif entry.kind == "file" and not entry.size:  # ours are empty
                 let_go(files, path, files.lock(folder / entry.name, shared=True))
         except FileNotFoundError:  # the save was committed, or another process removed it
@@ -289,10 +290,10 @@ def clean_up(files: Files, folder: Path, of: str = "") -> Leftovers:
         # A killed run may have renamed folders without syncing that. If a power cut brought the
         # old names back, they would name the folders that are emptied here.
         files.sync_folder(folder)
-    for name, away in going:
+    for name, hidden in going:
         left: Path | None = folder / name
         with suppress(OSError):
-            left = _empty(files, away)
+            left = _empty(files, hidden)
         if left is None:
             removed.append(name)
         else:
@@ -307,7 +308,7 @@ def _target_of(name: str) -> str:
 
 
 def _claim(files: Files, path: Path, entry: Entry) -> Path | None:
-    """Rename a leftover away; return its new path, or None if its writer is alive.
+    """Give a leftover a hidden name; return its new path, or None if its writer is alive.
 
     **Raises** OSError or CheckpointError if it is not provably ours.
     """
@@ -322,7 +323,7 @@ def _claim(files: Files, path: Path, entry: Entry) -> Path | None:
         return None
     try:
         _check_ours(files, path)
-        return _rename_away(files, path)
+        return _hide_folder(files, path)
     finally:
         let_go(files, path, lock)
 
@@ -339,14 +340,14 @@ def _check_ours(files: Files, path: Path) -> None:
 def remove_checkpoint(files: Files, path: Path) -> Path | None:
     """Remove a checkpoint, or one under the temporary name of that which replaced it.
 
-    Half of one never stands under its name.
+    The name never holds half of a checkpoint.
 
     Returns the folder of the files in it that are not ours, if it held any. **Raises** OSError; a
     checkpoint or a leftover remains then.
     """
-    away = _rename_away(files, path)
+    hidden = _hide_folder(files, path)
     files.sync_folder(path.parent)
-    return _empty(files, away)
+    return _empty(files, hidden)
 
 
 def remove_tree(files: Files, path: Path) -> None:
@@ -384,34 +385,34 @@ def set_aside(files: Files, path: Path) -> Path:
     return left
 
 
-def _rename_away(files: Files, path: Path) -> Path:
+def _hide_folder(files: Files, path: Path) -> Path:
     target = _target_of(path.name) or path.name
-    away = path.parent / f"{_REMOVED}{target}-{os.urandom(4).hex()}"
-    files.rename(path, away)
-    return away
+    hidden = path.parent / f"{_REMOVED}{target}-{os.urandom(4).hex()}"
+    files.rename(path, hidden)
+    return hidden
 
 
-def _empty(files: Files, away: Path) -> Path | None:
+def _empty(files: Files, hidden: Path) -> Path | None:
     """Remove our files from an ``.old-...`` folder, and the folder if nothing else is in it.
 
     Returns the folder that holds the rest, under a name that is not hidden.
     """
     others = False
     try:
-        entries = files.list(away)
+        entries = files.list(hidden)
     except FileNotFoundError:  # another process is removing it too
         return None
     for entry in entries:
         if entry.kind == "file" and is_ours(entry.name):
             with suppress(FileNotFoundError):
-                files.remove_file(away / entry.name)
+                files.remove_file(hidden / entry.name)
         else:
             others |= not entry.name.startswith(_NFS_REMOVED)
     if not others:
         with suppress(FileNotFoundError):
-            files.remove_folder(away)
+            files.remove_folder(hidden)
         return None
-    return set_aside(files, away)
+    return set_aside(files, hidden)
 
 
 # -- rotation

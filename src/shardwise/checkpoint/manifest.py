@@ -571,7 +571,7 @@ def find_extents(manifest: Manifest, index: RankIndex) -> Extents:
         if own.kind != "extra" and own.info not in whole:
             raise ValueError(f"a rank cannot have its own '{own.name}'")
     if len({own.info.key for own in index.own}) != len(index.own):
-        raise ValueError("one of its own tensors stands in it twice")
+        raise ValueError("one of its own tensors occurs twice")
     rows = [*index.boxes]
     for number, own in enumerate(index.own, len(manifest.tensors)):
         rows.append(BoxRow(number, 0, own.begin, own.digests))

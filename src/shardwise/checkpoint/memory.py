@@ -29,7 +29,7 @@ Note [Which copies are of this run]
 The folder in memory has a name made of the path of the checkpoints on disk. That folder's lock file
 says which copies count, by the digests of their manifests (`folder.CopiesThatCount`); every save,
 load and copy writes it. Copies of another run, of a timeline that the run has left, or beside
-checkpoints that were moved away are never loaded; the next copy removes them.
+checkpoints that were moved are never loaded; the next copy removes them.
 
 Note [Folders of runs that are gone]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -130,16 +130,16 @@ class MemoryTier:
         self.whole: tuple[tuple[int, str], ...] = ()  # the copies that count, on rank 0
         self.news: list[str] = []
         self._assembled = Assembled()
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._lock: Lock | None = None
         self._server: PeerServer | None = None
         self._addresses: dict[int, tuple[str, int]] = {}  # by the rank that leads a host
-        rows = exchange_any(control, on_all_ranks(control, self._describe_host))
-        said = [json.loads(row) for row in rows]
-        hosts = list(dict.fromkeys(host for host, _ in said))
-        self._hosts = [[r for r, (each, _) in enumerate(said) if each == host] for host in hosts]
-        self._host = hosts.index(said[control.rank][0])
-        self._processes = [each for rank in self._hosts[self._host] for each in said[rank][1]]
+        packed = exchange_any(control, on_all_ranks(control, self._describe_host))
+        rows = [json.loads(row) for row in packed]
+        hosts = list(dict.fromkeys(host for host, _ in rows))
+        self._hosts = [[r for r, (each, _) in enumerate(rows) if each == host] for host in hosts]
+        self._host = hosts.index(rows[control.rank][0])
+        self._processes = [each for rank in self._hosts[self._host] for each in rows[rank][1]]
         self._copies = min(copies, len(hosts) - 1)
         self._leads = self._hosts[self._host][0] == control.rank
         token = control.broadcast(os.urandom(TOKEN_BYTES + NONCE_BYTES))
@@ -211,8 +211,8 @@ class MemoryTier:
                 f"{self.folder}: another job of this user keeps its copies there, with "
                 "checkpoints under the same path; pass another memory_folder="
             )
-        said = {"checkpoints": str(self._on_disk), "processes": self._processes}
-        self._lock.write(json.dumps(said) + "\n")
+        content = {"checkpoints": str(self._on_disk), "processes": self._processes}
+        self._lock.write(json.dumps(content) + "\n")
         remove_dead_runs(self._files, self.folder, self.news)
 
     def _listen(self) -> None:
@@ -351,10 +351,10 @@ class MemoryTier:
 
         **Cost** two exchanges of some bytes for each saved rank; a broadcast of each manifest.
         """
-        said = json.loads(
+        received = json.loads(
             self._control.broadcast(json.dumps([self.counts, self._why_none]).encode())
         )
-        counts, why_none = CopiesThatCount(*said[0]), said[1]
+        counts, why_none = CopiesThatCount(*received[0]), received[1]
         counted = {(step, digest) for step, digest in ([] if why_none else counts.copies)}
         mine, refused = on_all_ranks(self._control, lambda: self._held(counted, why_none))
         row = json.dumps([[[*copy, ranks] for copy, (_, ranks) in mine.items()], refused]).encode()
@@ -373,8 +373,8 @@ class MemoryTier:
                 data = self._control.broadcast(mine.get(copy, (b"", ()))[0], source)
                 path = self.folder / step_name(step)
                 manifest = parse_manifest(data, str(path / MANIFEST))
-                away = {r: self._addresses[by] for r, by in held.items() if by != here}
-                files = PeerFiles(away, self._token)
+                address_of = {r: self._addresses[by] for r, by in held.items() if by != here}
+                files = PeerFiles(address_of, self._token)
                 found.append(Chosen(path, step, manifest, data, files))
         whole = {chosen.step for chosen in found}
         refusals = [Refused(*each) for each in dict.fromkeys(map(tuple, chain(*texts)))]
@@ -479,20 +479,22 @@ class MemoryTier:
             if entry.kind != "folder":
                 self._keep_aside(path)
             elif (left := remove_checkpoint(self._files, path)) is not None:
-                self._tell(f"{left}: these files were in a copy in memory, and are not part of it")
+                self._report(
+                    f"{left}: these files were in a copy in memory, and are not part of it"
+                )
         except FileNotFoundError:
             pass
         except OSError as error:
-            self._tell(f"{path}: this copy in memory cannot be removed: {explain(error)}")
+            self._report(f"{path}: this copy in memory cannot be removed: {explain(error)}")
 
     def _keep_aside(self, path: Path) -> None:
-        """Rename what stands in the place of something of ours."""
+        """Rename a foreign entry that has the name of an entry of ours."""
         left = set_aside(self._files, path)
-        self._tell(f"{path} was not what a run puts there: it is now {left.name}; remove it")
+        self._report(f"{path} was not what a run puts there: it is now {left.name}; remove it")
 
-    def _tell(self, text: str) -> None:
-        if text not in self._told:
-            self._told.add(text)
+    def _report(self, text: str) -> None:
+        if text not in self._reported:
+            self._reported.add(text)
             self.news.append(text)
 
 
@@ -519,30 +521,30 @@ def _remove_dead_run(files: Files, folder: Path, news: list[str]) -> None:
         plain = all(e.kind == "file" and is_ours(e.name) for e in files.list(path))
         if COPY.fullmatch(path.name) is None or not plain:
             return
-    checkpoints, away = "", folder
+    checkpoints, renamed = "", folder
     if not is_removed:
         lock = files.lock(folder / LOCK, shared=True)  # a run holds one that is not shared
         if lock is None:
             return
         try:
-            said = lock_text(files, folder / LOCK)
-            mine, processes = own_process(), [Process(**each) for each in said["processes"]]
+            content = lock_text(files, folder / LOCK)
+            mine, processes = own_process(), [Process(**each) for each in content["processes"]]
             if not processes or any(fate(each, mine)[0] != "dead" for each in processes):
                 return
-            checkpoints = str(said["checkpoints"])
-            away = folder.parent / f".old-{folder.name}-{os.urandom(4).hex()}"
-            files.rename(folder, away)
+            checkpoints = str(content["checkpoints"])
+            renamed = folder.parent / f".old-{folder.name}-{os.urandom(4).hex()}"
+            files.rename(folder, renamed)
         finally:
             lock.release()
     num_bytes = 0
     for path in copies:
-        for each in files.list(away / path.name):
+        for each in files.list(renamed / path.name):
             num_bytes += each.size
-            files.remove_file(away / path.name / each.name)
-        files.remove_folder(away / path.name)
+            files.remove_file(renamed / path.name / each.name)
+        files.remove_folder(renamed / path.name)
     if LOCK in entries:
-        files.remove_file(away / LOCK)
-    files.remove_folder(away)
+        files.remove_file(renamed / LOCK)
+    files.remove_folder(renamed)
     if copies:
         news.append(
             f"{folder}: {num_bytes} bytes of copies in memory were removed. They were of a run "

@@ -92,8 +92,8 @@ class Place:
         assert local is not None
         if isinstance(before, torch.Tensor) and before.shape == self.held.shape:
             inside = before._local_tensor if isinstance(before, DTensor) else before
-            is_alike = self.param is None or self.param.form.has_same_cut(before)
-            if is_alike and tuple(plain_parts(inside)) == self.suffixes:
+            has_same_cut = self.param is None or self.param.form.has_same_cut(before)
+            if has_same_cut and tuple(plain_parts(inside)) == self.suffixes:
                 return before
         made = torch.zeros_like(local)
         return made if self.param is None else self.param.form.wrap(made)

@@ -129,12 +129,14 @@ def _ranks_elsewhere(given: Sequence[Given]) -> list[int]:
 
 def _refuse(call: str, given: Sequence[Given], ranks: Iterable[int]) -> None:
     """Raise ConfigError with the paths of these ranks beside the first rank's, if there are any."""
-    apart: dict[str, list[int]] = {}
+    ranks_by_folder: dict[str, list[int]] = {}
     for rank in ranks:
-        apart.setdefault(_show(given[rank]), []).append(rank)
-    if apart:
+        ranks_by_folder.setdefault(_show(given[rank]), []).append(rank)
+    if ranks_by_folder:
         there = _show(given[0])
-        texts = [describe_difference(each, text, 0, there) for text, each in apart.items()]
+        texts = [
+            describe_difference(each, text, 0, there) for text, each in ranks_by_folder.items()
+        ]
         shown = "; ".join(texts[:_MAX_SHOWN])
         raise ConfigError(
             f"{call}: the ranks differ in the folder: {shown}. Give the same path and step to all "

@@ -377,7 +377,7 @@ class Load:
 
         With ``only``, that one. ``copies`` in memory, the newest first, are taken before
         checkpoints on disk of the same step or an older one. ``refused`` are other copies in
-        memory, of which those above the loaded step are told. Returns None if there is none.
+        memory; a warning names those above the loaded step. Returns None if there is none.
 
         **Raises** CheckpointError, the same on all ranks, if all are damaged, or if one does not
         fit the model (an older one would not either). Checkpoints that are removed or replaced

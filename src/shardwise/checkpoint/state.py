@@ -72,10 +72,10 @@ class Item:
 class Table:
     """All training state of one rank, not yet copied.
 
-    ``meshes`` are the ranks over which ``layouts`` are cut. ``is_alike``: all ranks have these
+    ``meshes`` are the ranks over which ``layouts`` are cut. ``is_uniform``: all ranks have these
     tensors, cut over one mesh. ``is_staged``: only the tensors that this rank writes were copied.
-    ``apart`` are parameters with their own mesh; on other ranks, the names may be other parameters.
-    ``place`` is that of this rank's stages in a pipeline.
+    ``own_mesh_params`` are parameters with their own mesh; on other ranks, the names may be other
+    parameters. ``place`` is that of this rank's stages in a pipeline.
     """
 
     stage: int
@@ -87,9 +87,9 @@ class Table:
     optimizer: OptimizerRow | None
     own: tuple[Item, ...]
     values: Mapping[str, object]
-    is_alike: bool = True
+    is_uniform: bool = True
     is_staged: bool = False
-    apart: tuple[str, ...] = ()
+    own_mesh_params: tuple[str, ...] = ()
     place: int | None = None
 
 
@@ -166,12 +166,12 @@ def collect(
         own=own,
         values=values,
         place=None if engine.comm.axes.stages is None else engine.comm.axes.stages.rank,
-        apart=tuple(
+        own_mesh_params=tuple(
             found.names[id(p)]
             for p in params
             if p.unit.comm.axes.mesh != engine.comm.axes.mesh and p.cut.outer is None
         ),
-        is_alike=len(found.meshes) == 1 and has_all and not has_pieces,
+        is_uniform=len(found.meshes) == 1 and has_all and not has_pieces,
     )
 
 
@@ -242,7 +242,7 @@ class _Tensors:
         self._cuts: dict[int, _Cut] = {}  # by parameter
         self._numbers: dict[object, int] = {}
         self._ranks: dict[int, Ranks] = {}
-        self._steps_apart = engine.replicas_differ
+        self._replicas_differ = engine.replicas_differ
         self.prefix = own_prefix(engine)  # of this replica's names
         self.meshes = [self._ranks_of(engine.comm)]
         for unit in engine.units:
@@ -324,7 +324,7 @@ class _Tensors:
         if id(comm) not in self._ranks:
             table = comm.axes.mesh.mesh
             rows = table.reshape(-1, table.shape[-1]).tolist()
-            if self._steps_apart and comm.axes.replicate is not None:
+            if self._replicas_differ and comm.axes.replicate is not None:
                 rows = [rows[comm.axes.replicate.rank]]
             self._ranks[id(comm)] = tuple(map(tuple, rows))
         return self._ranks[id(comm)]

@@ -322,7 +322,7 @@ def _check_hashes(keys: list[object]) -> None:
 def _read_set(of: list[object]) -> set[object]:
     _check_hashes(of)
     if len(members := set(of)) != len(of):
-        raise ValueError("a member stands in it twice")
+        raise ValueError("a member occurs twice")
     return members
 
 
@@ -338,7 +338,7 @@ def _read_dict(keys: list[object], values: list[object]) -> dict[object, object]
     _check_hashes(keys)
     made = dict(zip(keys, values, strict=True))
     if len(made) != len(keys):
-        raise ValueError("a key stands in it twice")
+        raise ValueError("a key occurs twice")
     return made
 
 

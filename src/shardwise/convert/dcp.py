@@ -259,7 +259,7 @@ class _Keys:
         chosen = named or prefixes
         if len(chosen) > 1:
             raise CheckpointError(
-                f"{self._where}: which of {_quoted(chosen)} is the model cannot be told. Save it "
+                f"{self._where}: which of {_quoted(chosen)} is the model is not known. Save it "
                 "under the key 'model', and nothing else under one"
             )
         return next(iter(chosen))

@@ -150,7 +150,7 @@ class _Table:
         name = expect(str, info.field("relative_path"))
         if not is_plain_name(name):
             raise CheckpointError(
-                f"{self._where}: '{key}' is said to be in {name!r}, which is no plain file name of "
+                f"{self._where}: '{key}' is placed in {name!r}, which is no plain file name of "
                 "this folder: nothing outside of it is read"
             )
         if info.field("transform_descriptors"):

@@ -71,5 +71,5 @@ def _format_of(path: Path) -> str:
     found = [f for f, p in patterns.items() if any(re.fullmatch(p, name) for name in names)]
     if len(found) == 1:
         return found[0]
-    said = " and ".join(FORMATS[f] for f in found) or "none of the formats that can be read"
-    raise ConfigError(f"{path} looks like {said}: say which (--from) of hf, dcp and deepspeed")
+    formats = " and ".join(FORMATS[f] for f in found) or "none of the formats that can be read"
+    raise ConfigError(f"{path} looks like {formats}: say which (--from) of hf, dcp and deepspeed")

@@ -4,7 +4,7 @@ Note [A pickle is a program; this reads it as a list of values]
 A pickle names classes and functions, and an unpickler imports and calls them. This reader cannot
 import or call. `pickletools.genops` decodes the opcodes, and a small stack machine builds values
 from them. A name in the pickle becomes a `Name`, a record of text. If the pickle calls a name, a
-table says what stands for the result: a function of this package from data to data, or, if the
+table gives the result: a function of this package from data to data, or, if the
 table says None, a `Made` with the name, the arguments and the state. A name that is not in the
 table is refused, and so is each opcode that torch's writers do not use. No class of torch is made,
 so reading does not depend on the version of torch that wrote the file.
@@ -21,7 +21,7 @@ Reading takes time and memory in proportion to the file:
   nested tuple can take exponential time. At most 1,000 keys may share a hash.
 - A memo index follows its predecessor, so a large index allocates nothing.
 
-A small pickle can still describe a tree in which one branch stands in a million places, so a walk
+A small pickle can still describe a tree in which one branch is in a million places, so a walk
 over the tree counts its steps. `pickle.Unpickler` was measured instead of this machine: it has no
 place to check keys before they are hashed (docs/negative-results.md).
 """
@@ -43,7 +43,7 @@ T = TypeVar("T")
 Builder = Callable[..., object]
 _LOG = logging.getLogger("shardwise")
 MAX_PICKLE_BYTES = 256 << 20
-_LONG_BYTES, _LONGEST_S = 16 << 20, 0.2  # of which is told, and core seconds for a MiB of tuples
+_LONG_BYTES, _LONGEST_S = 16 << 20, 0.2  # size that is logged; core seconds for a MiB of tuples
 _MAX_KEY_PARTS = 256
 _MAX_COLLISIONS = 1000
 _UNIQUE = (1 << 61) - 1  # Python's hash of integers below this has no collisions
@@ -287,7 +287,7 @@ class _Machine:
 
 
 _Action = Callable[[_Machine, Any], None]
-# Each opcode with about the bytes of memory that it takes; keys and members are charged apart.
+# Each opcode with about the bytes of memory that it takes; keys and members are charged separately.
 _CODES: Mapping[str, tuple[int, _Action]] = {
     **dict.fromkeys(("PROTO", "FRAME"), (0, lambda machine, _: None)),
     "MARK": (8, _Machine.mark),
