@@ -104,7 +104,7 @@ SLIPS = [
     (lambda: shardwise.shard(Net(), precision=torch.int8), "precision=torch.int8: expected one of"),
     (
         lambda: Precision("bf16", gather="int8"),
-        "'bf16' stands for Precision(torch.bfloat16, torch.float32, torch.float32)",
+        "'bf16' means Precision(torch.bfloat16, torch.float32, torch.float32)",
     ),
     (lambda: Precision(gather="int7"), "precision.gather='int7': expected 'int8', 'fp8', 'int4'"),
     (lambda: shardwise.shard(Net(), stage="3"), "stage='3': expected 0, 1, 2 or 3"),

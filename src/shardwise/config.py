@@ -73,7 +73,7 @@ class Precision:
                 hint = did_you_mean(value, REDUCE_FORMATS)
             elif is_name and (name := plain_precision(value)) in PRECISION_DTYPES:
                 dtypes = ", ".join(f"torch.{d}" if d else "None" for d in PRECISION_DTYPES[name])
-                hint = f"; {name!r} stands for Precision({dtypes})"
+                hint = f"; {name!r} means Precision({dtypes})"
             raise ConfigError(f"precision.{field}={value!r}: expected {expected}{hint}")
         if self.gather is not None and self.gather not in GATHER_BITS:
             raise ConfigError(

@@ -285,13 +285,13 @@ class _Loader(yaml.SafeLoader):
         if len(self._sizes) == _MAX_NODES:
             raise _refused(f"more than {_MAX_NODES:,} keys and values", begin)
         if is_alias:
-            raise _refused("an alias stands inside what it is an alias of", begin)
+            raise _refused("an alias refers to a value that contains it", begin)
         inner = [node.value] if isinstance(node, yaml.SequenceNode) else []
         inner = list(zip(*node.value, strict=True)) if isinstance(node, yaml.MappingNode) else inner
         sizes = [self._sizes[each] for row in inner for each in row]
         size = 1 + sum(n for n, _ in sizes), 1 + max((levels for _, levels in sizes), default=0)
         if size[0] > _MAX_NODES or size[1] > strict_json.MAX_DEPTH:
-            raise _refused("it stands for too much, with its aliases followed", begin)
+            raise _refused("it is too large or too deep once its aliases are expanded", begin)
         self._sizes[node] = size
         return node
 
@@ -308,7 +308,7 @@ class _Loader(yaml.SafeLoader):
         seen: set[str] = set()
         for key, _ in node.value if node.id == "mapping" else ():
             if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                raise _refused(f"the key {shown(key.value)} stands twice", key.start_mark)
+                raise _refused(f"the key {shown(key.value)} is given twice", key.start_mark)
             seen.add(key.value if isinstance(key, yaml.ScalarNode) else "")
         return super().construct_mapping(node, deep)
 

@@ -90,7 +90,7 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     made = dict(pairs)
     if len(made) != len(pairs):
         twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-        raise ValueError(f"the key {reprlib.repr(twice)} stands twice in one object")
+        raise ValueError(f"the key {reprlib.repr(twice)} is given twice in one object")
     return made
 
 

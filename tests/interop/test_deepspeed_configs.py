@@ -327,7 +327,7 @@ def test_a_key_that_stands_there_twice_is_refused_and_a_missing_file_too(tmp_pat
     with pytest.raises(ConfigError, match="cannot be read"):
         from_deepspeed(path)
     path.write_text('{"zero_optimization": {"stage": 2, "stage": 3}}')
-    with pytest.raises(ConfigError, match="'stage' stands twice") as caught:
+    with pytest.raises(ConfigError, match="'stage' is given twice") as caught:
         from_deepspeed(path)
     assert str(path) in str(caught.value)
     for text, named in (("{", "expected JSON"), ("[1]", "expected an object")):
