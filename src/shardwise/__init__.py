@@ -1,6 +1,6 @@
 """Shardwise shards the training state of PyTorch models over data-parallel ranks.
 
-Reading order, which is also the import order (a file imports only from what stands above it)::
+Reading order, which is also the import order (a file imports only from files above it)::
 
     lazy                      names of a package, imported on first use
     errors, quantities        exceptions; formats of bytes and durations

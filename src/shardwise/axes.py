@@ -61,9 +61,9 @@ class Axes:
         for name, degree in self._degrees.items():
             least = -1 if name == "dp_shard" else 1
             if type(degree) is not int or degree < least or degree == 0:
-                said = "a number of ranks, or -1 for those that are left"
-                said = said if name == "dp_shard" else "a number of ranks from 1"
-                raise ConfigError(f"{name}={degree!r}: expected {said}")
+                expected = "a number of ranks, or -1 for those that are left"
+                expected = expected if name == "dp_shard" else "a number of ranks from 1"
+                raise ConfigError(f"{name}={degree!r}: expected {expected}")
 
     @property
     def _degrees(self) -> dict[str, int]:
@@ -107,12 +107,12 @@ class Axes:
     def _misfit(self, num_ranks: int) -> str:
         given = {name: degree for name, degree in self._dense.items() if degree not in (1, -1)}
         product = prod(given.values())
-        said = " x ".join(f"{name}={degree}" for name, degree in given.items())
-        said = f"{said} = {product}" if len(given) > 1 else said
+        degrees = " x ".join(f"{name}={degree}" for name, degree in given.items())
+        degrees = f"{degrees} = {product}" if len(given) > 1 else degrees
         if self.dp_shard == -1:
-            what = f"axes: {said} does not divide {num_ranks} ranks"
+            what = f"axes: {degrees} does not divide {num_ranks} ranks"
         else:
-            what = f"axes: {said or 'dp_shard=1'} is not the {num_ranks} ranks that there are"
+            what = f"axes: {degrees or 'dp_shard=1'} is not the {num_ranks} ranks that there are"
         for name in ("dp_shard", "dp_replicate", "tp", "cp", "pp"):
             if name not in given and not (name == "dp_shard" and self.dp_shard == 1):
                 continue

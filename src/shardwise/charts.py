@@ -58,9 +58,9 @@ def bars_chart(title: str, rows: Sequence[Bar], write: Callable[[float], str]) -
         for kind, value in row.parts.items():
             x, width, share = across.at(at), across.at(value) - across.begin, value / (whole or 1)
             at += value
-            said = f"{row.name}: {svg.name_of_kind(kind)} {write(value)}, {share:.1%}"
+            tooltip = f"{row.name}: {svg.name_of_kind(kind)} {write(value)}, {share:.1%}"
             if value:
-                parts.append(draw_bar(x, top, width, _BAR, colour_of(kind), said))
+                parts.append(draw_bar(x, top, width, _BAR, colour_of(kind), tooltip))
             if width > 40:
                 look = 'text-anchor="middle" class="on-bar"'
                 parts.append(text(x + width / 2, top + 15, f"{share:.0%}", look))
@@ -114,9 +114,9 @@ def areas_chart(
         for kind in (kind for kind in kinds if beside.parts.get(kind)):
             value, low = beside.parts[kind], up.at(at)
             at += value
-            said = f"{beside.name}: {svg.name_of_kind(kind)} {format_bytes(value)}"
+            tooltip = f"{beside.name}: {svg.name_of_kind(kind)} {format_bytes(value)}"
             x, top = across.end + 30, up.at(at)
-            parts.append(draw_bar(x, top, 36, low - top, colour_of(kind), said))
+            parts.append(draw_bar(x, top, 36, low - top, colour_of(kind), tooltip))
     legend, bottom = svg.squares(kinds, across.begin, up.begin + 48)
     return document((svg.WIDTH, bottom), title, described, parts + legend)
 
@@ -142,8 +142,8 @@ def _draw_areas(
         if top != below:
             corners = svg.places([*edge(top), *reversed(edge(below))])
             most = max(column.get(kind, 0) for column in columns)
-            said = f"{svg.name_of_kind(kind)}: up to {format_bytes(most)}"
-            parts.append(element("polygon", "", said, points=corners, fill=colour_of(kind)))
+            tooltip = f"{svg.name_of_kind(kind)}: up to {format_bytes(most)}"
+            parts.append(element("polygon", "", tooltip, points=corners, fill=colour_of(kind)))
         below = top
     return parts
 
@@ -223,8 +223,8 @@ def _draw_row(spans: Sequence[Span], across: Axis, top: float, shortest: float) 
             width, at = min(width, across.end - x), at + length
             if width >= _POINTED:
                 of = f" of {name_of_unit(first.of)}" if kind != "outside" else ""
-                said = f"{kind}{of}: {length:.3g} ms"
-                titled.append(draw_bar(x, top, width, _ROW, colour_of(kind), said))
+                tooltip = f"{kind}{of}: {length:.3g} ms"
+                titled.append(draw_bar(x, top, width, _ROW, colour_of(kind), tooltip))
             else:
                 shape = f"M{x:.1f},{top:.0f}h{width:.1f}v{_ROW}h-{width:.1f}z"
                 untitled.setdefault(kind, []).append(shape)

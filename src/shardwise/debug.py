@@ -41,10 +41,10 @@ def stats(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> S
     partials = [t for t in (*(s.gradient.partial for s in params), *in_leaves) if t is not None]
     kept = sum(s.kept_bytes for s in storages)
     traffic = traffic_of(model)
-    apart = [elements_of(p.sharded) for p in params if not p.encoding.is_in_storage]
-    apart_bytes = sum(part.nbytes for local in apart for part in plain_parts(local).values())
+    separate = [elements_of(p.sharded) for p in params if not p.encoding.is_in_storage]
+    separate_bytes = sum(part.nbytes for local in separate for part in plain_parts(local).values())
     return Stats(
-        param_shard_bytes=sum(s.memory.shard_bytes for s in storages) + apart_bytes,
+        param_shard_bytes=sum(s.memory.shard_bytes for s in storages) + separate_bytes,
         param_full_bytes=kept,
         param_full_peak_bytes=max(engine.ledger.peak, kept),
         grad_shard_bytes=sum(grads) + engine.reductions.nbytes,

@@ -78,17 +78,17 @@ def fate(process: Process, mine: Process) -> tuple[Life, str]:
     if not process.machine or process.machine != mine.machine:
         return "silent", ""
     try:
-        told = _stat(process.pid)
+        stat_fields = _stat(process.pid)
     except (FileNotFoundError, ProcessLookupError):
         return "dead", ""
     except OSError:
         return "silent", ""
-    if told[_BORN] != process.born:
+    if stat_fields[_BORN] != process.born:
         return "dead", ""
-    if told[_STATE] in "ZX":
-        code = int(told[_EXIT_CODE]) if len(told) > _EXIT_CODE else 0
+    if stat_fields[_STATE] in "ZX":
+        code = int(stat_fields[_EXIT_CODE]) if len(stat_fields) > _EXIT_CODE else 0
         return "dead", _named(code & 0x7F) if code & 0x7F else f"exit code {code >> 8}"
-    return ("stopped", "") if told[_STATE] in "Tt" else ("alive", "")
+    return ("stopped", "") if stat_fields[_STATE] in "Tt" else ("alive", "")
 
 
 def work_done() -> tuple[float, int]:

@@ -44,7 +44,7 @@ def _work(
     """
     console = terminal.EscapingConsole(stderr=True)
     writes, done = shown and not console.is_terminal, float(first)
-    started_s = told_s = clock()
+    started_s = written_s = clock()
 
     def write(ending: str) -> None:
         nonlocal writes
@@ -54,11 +54,11 @@ def _work(
             writes = False
 
     def update(now: float, of: float | None = None, label: str = "") -> None:
-        nonlocal done, total, told_s, ends_always
+        nonlocal done, total, written_s, ends_always
         done, total = now, total if of is None else of
         bar.update(task, completed=done, total=total, description=label)
-        if writes and (at_s := clock()) - told_s >= INTERVAL_S:
-            told_s, ends_always, left = at_s, True, ""
+        if writes and (at_s := clock()) - written_s >= INTERVAL_S:
+            written_s, ends_always, left = at_s, True, ""
             if total is not None and done > first:
                 left_s = (at_s - started_s) * max(0.0, total - done) / (done - first)
                 left = f", {format_duration(left_s)} left"
@@ -136,15 +136,15 @@ def run_bar(
     Lines have the step, the first two texts and the time left; one ends the run, also after an
     error.
     """
-    done, told = num_done, ""
+    done, status_text = num_done, ""
 
     def advance(*status: str) -> None:
-        nonlocal done, told
-        done, told = done + 1, ", ".join(status[:2])
+        nonlocal done, status_text
+        done, status_text = done + 1, ", ".join(status[:2])
         update(done, label="  ".join(status))
 
     with _work(
-        lambda done, total, _: f"step {done:,.0f} of {total:,.0f}: {told}",
+        lambda done, total, _: f"step {done:,.0f} of {total:,.0f}: {status_text}",
         *(TextColumn("step"), MofNCompleteColumn(), BarColumn(None)),
         *(TextColumn("{task.description}"), TimeRemainingColumn()),
         total=num_steps,

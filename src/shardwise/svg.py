@@ -23,7 +23,8 @@ from itertools import groupby
 from math import ceil, floor, log10
 from typing import NamedTuple
 
-_ENOUGH, _FAR = 20, 10  # values of which some can be called far away; by how many of their range
+# Fewer values have no outliers; an outlier is above the others by this many times their range.
+_ENOUGH, _FAR = 20, 10
 _DOT_GAP = 11  # pixels between points that are dotted
 WIDTH = 760  # of charts that are as wide as a page
 OTHER = "other"  # bytes of the device that are not the engine's
@@ -91,7 +92,7 @@ def padded_ticks(values: Sequence[float], most: int) -> list[float]:
 
 
 def labels(ticks: Sequence[float]) -> list[str]:
-    """Write ticks with as many digits as tell them apart."""
+    """Write ticks with enough digits to distinguish them."""
     gap = ticks[1] - ticks[0] if len(ticks) > 1 else abs(ticks[0]) or 1.0
     digits = -floor(log10(gap) + 1e-9)
     largest = max(abs(tick) for tick in ticks)
@@ -213,9 +214,9 @@ def draw_curve(curve: Curve, across: Axis, up: Axis) -> list[str]:
         parts.append(element("polyline", curve.look, points=places(line)))
     if len(shown) * _DOT_GAP <= across.end - across.begin:
         for p in shown:
-            said = f"step {p.step:,.0f}: {p.middle:.4g}"
+            tooltip = f"step {p.step:,.0f}: {p.middle:.4g}"
             parts.append(
-                element("circle", fill, said, cx=across.at(p.step), cy=up.at(p.middle), r=2.6)
+                element("circle", fill, tooltip, cx=across.at(p.step), cy=up.at(p.middle), r=2.6)
             )
     beyond: dict[int, Point] = {}
     for point in curve.points:
@@ -223,12 +224,12 @@ def draw_curve(curve: Curve, across: Axis, up: Axis) -> list[str]:
         if point.high > max(up.high, beyond[column].high if column in beyond else up.high):
             beyond[column] = point
     for point in beyond.values():
-        said = f"step {point.step:,.0f}: {point.high:.4g}, above what is shown"
-        parts.append(above(fill, across.at(point.step) - 4, up.end + 2, said))
+        tooltip = f"step {point.step:,.0f}: {point.high:.4g}, above what is shown"
+        parts.append(above(fill, across.at(point.step) - 4, up.end + 2, tooltip))
     for x, step in {round(across.at(step)): step for step in reversed(gaps)}.items():
-        said = f"{curve.name}: not a number at step {step:,.0f}"
+        tooltip = f"{curve.name}: not a number at step {step:,.0f}"
         ends = {"x1": x, "x2": x, "y1": up.begin - 13, "y2": up.begin}
-        parts.append(element("line", "bad", said, stroke_width=1.5, **ends))
+        parts.append(element("line", "bad", tooltip, stroke_width=1.5, **ends))
     return parts
 
 
@@ -252,17 +253,17 @@ def style() -> str:
     return files(__package__).joinpath("svg.css").read_text(encoding="utf-8")
 
 
-def element(tag: str, name: str, said: str = "", **attributes: object) -> str:
-    """Write an element of the class ``name``; ``said`` is shown under a pointer.
+def element(tag: str, name: str, tooltip: str = "", **attributes: object) -> str:
+    """Write an element of the class ``name``; a pointer over it shows ``tooltip``.
 
-    An attribute's "_" stands for "-".
+    An attribute's "_" is written as "-".
     """
     given = {"class": name, **attributes} if name else attributes
     written = ""
     for key, value in given.items():
         number = f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else value
         written += f' {key.replace("_", "-")}="{number}"'
-    return f"<{tag}{written}>{f'<title>{escape(said)}</title>' if said else ''}</{tag}>"
+    return f"<{tag}{written}>{f'<title>{escape(tooltip)}</title>' if tooltip else ''}</{tag}>"
 
 
 def text(x: float, y: float, words: str, more: str = "") -> str:
@@ -292,14 +293,14 @@ def legend(items: Sequence[tuple[str, str]], right: float, y: float) -> list[str
     return parts
 
 
-def above(name: str, x: float, y: float, said: str = "") -> str:
+def above(name: str, x: float, y: float, tooltip: str = "") -> str:
     """Draw a small triangle, the mark of a value above the axis."""
-    return element("path", name, said, d=f"M{x:.1f},{y:.1f} h8 l-4,-8 z")
+    return element("path", name, tooltip, d=f"M{x:.1f},{y:.1f} h8 l-4,-8 z")
 
 
-def draw_bar(x: float, y: float, width: float, height: float, fill: str, said: str = "") -> str:
+def draw_bar(x: float, y: float, width: float, height: float, fill: str, tooltip: str = "") -> str:
     """Draw a bar, wide enough to be seen."""
-    return element("rect", "", said, x=x, y=y, width=max(width, 0.3), height=height, fill=fill)
+    return element("rect", "", tooltip, x=x, y=y, width=max(width, 0.3), height=height, fill=fill)
 
 
 def squares(kinds: Iterable[str], left: float, top: float) -> tuple[list[str], float]:

@@ -69,22 +69,22 @@ class Tracer:
     **Cost** none without both.
     """
 
-    __slots__ = ("_told", "recorder")
+    __slots__ = ("_recorders", "recorder")
 
     def __init__(self) -> None:
         self.recorder: Recorder | None = None
-        self._told: list[Recorder] = []
+        self._recorders: list[Recorder] = []
 
     @contextmanager
     def telling(self, recorder: Recorder) -> Iterator[None]:
         """Send events inside to a recorder; of several, closed in any order, to the newest."""
-        self._told.append(recorder)
+        self._recorders.append(recorder)
         self.recorder = recorder
         try:
             yield
         finally:
-            self._told.remove(recorder)
-            self.recorder = self._told[-1] if self._told else None
+            self._recorders.remove(recorder)
+            self.recorder = self._recorders[-1] if self._recorders else None
 
     def see_inputs(self, args: object, kwargs: Mapping[str, object]) -> None:
         """Send the inputs of the model to the recorder."""
@@ -107,8 +107,8 @@ class Tracer:
 
     def copies(self, line: str, unit: str, num_bytes: int) -> AbstractContextManager[object]:
         """Send the work that is enqueued on the current stream inside to the recorder."""
-        told = self.recorder
-        return _NO_SPAN if told is None else _copies(told, line, unit, num_bytes)
+        recorder = self.recorder
+        return _NO_SPAN if recorder is None else _copies(recorder, line, unit, num_bytes)
 
     def mark_begin(self, phase: str, unit: str) -> None:
         """Begin a phase that another call ends; see Note [Marks]."""
@@ -127,7 +127,7 @@ class Tracer:
 
 
 class _Phase:
-    """A phase of units that a recorder is told; a class, as a generator costs three times as much.
+    """A phase of units for a recorder; a class, as a generator costs three times as much.
 
     Its recorder may change between the begin and the end, so both go to the same one.
     """

@@ -101,20 +101,24 @@ def read_train_keys(
             f"{path}: bf16.bf16_master_weights_and_grads: `shardwise train` keeps masters in "
             "fp32; leave it out, or use from_deepspeed() in a loop of your own"
         )
-    said = {name: reading.values[name] for name in _OPTIMIZER if name in reading.values}
-    if decided.get("optimizer", said.get("optimizer")) != said.get("optimizer"):
-        said.pop("optimizer_options", None)
-    said |= _read_schedule(reading, str(path), known, decided)
-    said |= {name: reading.values[name] for name in (*_SAME, "grad_clip") if name in reading.values}
+    explicit = {name: reading.values[name] for name in _OPTIMIZER if name in reading.values}
+    if decided.get("optimizer", explicit.get("optimizer")) != explicit.get("optimizer"):
+        explicit.pop("optimizer_options", None)
+    explicit |= _read_schedule(reading, str(path), known, decided)
+    explicit |= {
+        name: reading.values[name] for name in (*_SAME, "grad_clip") if name in reading.values
+    }
     for name in ("loss_scale", "loss_scale_window"):
         if name in reading.defaults and name in reading.values:  # it is under fp16, or may be
-            said[name] = reading.values[name]
+            explicit[name] = reading.values[name]
     all_keys = {name: v for name, v in reading.defaults.items() if name not in reading.auto}
-    if "optimizer" in said and reading.schedule is None:
+    if "optimizer" in explicit and reading.schedule is None:
         all_keys["schedule"] = "constant"  # DeepSpeed's optimizer keeps its rate
-    all_keys |= said
-    keys = {name: v for name, v in all_keys.items() if name in said or name not in known}
-    found = {name: _whole(both.get(name)) for name in SIZES if name in decided or name not in said}
+    all_keys |= explicit
+    keys = {name: v for name, v in all_keys.items() if name in explicit or name not in known}
+    found = {
+        name: _whole(both.get(name)) for name in SIZES if name in decided or name not in explicit
+    }
     given = {name: size for name, size in found.items() if size is not None}
     sizes = resolve({**keys, **given}, world_size, str(path))
     if sizes["micro_batch"] is None and sizes["global_batch"] is not None:
@@ -122,7 +126,7 @@ def read_train_keys(
             f"{path}: train_micro_batch_size_per_gpu: it follows from train_batch_size and the "
             "number of ranks; give --ranks"
         )
-    keys |= {k: n for k, n in sizes.items() if n is not None and (k in said or k not in known)}
+    keys |= {k: n for k, n in sizes.items() if n is not None and (k in explicit or k not in known)}
     if "offload" in keys:
         keys["offload"] = offload_keys(keys["offload"])
     return keys, reading.report

@@ -285,16 +285,16 @@ def _experts_of_a_token(modules: Sequence[nn.Module]) -> dict[nn.Module, int]:
     """
     found = {}
     for parent in (inner for each in modules for inner in each.modules()):
-        told = {_top_k(each) for each in (parent, *parent.children())} - {None}
-        for child in parent.children() if len(told) == 1 else ():
+        counts = {_top_k(each) for each in (parent, *parent.children())} - {None}
+        for child in parent.children() if len(counts) == 1 else ():
             if any(p is not None and p.ndim == _NDIM_OF_STACKS for p in child._parameters.values()):
-                found[child] = max(k for k in told if k is not None)
+                found[child] = max(k for k in counts if k is not None)
     return found
 
 
 def _top_k(module: nn.Module) -> int | None:
-    told = getattr(module, "top_k", getattr(getattr(module, "routing", None), "top_k", None))
-    return told if isinstance(told, int) and told > 0 else None
+    top_k = getattr(module, "top_k", getattr(getattr(module, "routing", None), "top_k", None))
+    return top_k if isinstance(top_k, int) and top_k > 0 else None
 
 
 def _flops_per_token(units: Sequence[Unit], experts: Mapping[nn.Module, int]) -> float:

@@ -129,7 +129,7 @@ class Gatherer:
 
     def _begin_line(self) -> None:
         """Begin this rank's part of a line; lists have the numbers of their steps."""
-        self._told: list[tuple[int, Figures]] = []  # figures that every step has
+        self._speeds: list[tuple[int, Figures]] = []  # figures that every step has
         self._parts: list[Figures] = []  # of every step, those of its phases
         self._logged: list[tuple[int, Figures]] = []
         self._tokens: list[int] = []
@@ -184,11 +184,11 @@ class Gatherer:
         self._wakes.set()
         if self._thread.is_alive():
             self._thread.join()
-        cause, told = error or self._error, dict[str, object](error=None)
+        cause, ending = error or self._error, dict[str, object](error=None)
         if cause is not None and not (isinstance(cause, SystemExit) and not cause.code):
-            told = {**place, **_describe_error(cause)}
+            ending = {**place, **_describe_error(cause)}
         step, now_s = max(self._last_step, 1), round(time.time(), 3)
-        self.outputs.note(End(step, unix_s=now_s, **told))  # type: ignore[arg-type]
+        self.outputs.note(End(step, unix_s=now_s, **ending))  # type: ignore[arg-type]
         self.outputs.close()
         if error is None:
             self._raise_once()
@@ -218,13 +218,13 @@ class Gatherer:
         for call, seconds in self._saves.items():
             self.outputs.note(OtherSave(number, call, seconds))
         self._saves.clear()
-        told = {m.STEP_S: recorded.seconds}
+        speed = {m.STEP_S: recorded.seconds}
         if recorded.num_tokens:
-            told[m.TOKENS_PER_S] = recorded.num_tokens / recorded.seconds
+            speed[m.TOKENS_PER_S] = recorded.num_tokens / recorded.seconds
             if self._facts.peak_flops:
-                flops = told[m.TOKENS_PER_S] * self._facts.flops_per_token
-                told[m.MFU_SHARE] = 100 * flops / self._facts.peak_flops
-        self._told.append((number, told))
+                flops = speed[m.TOKENS_PER_S] * self._facts.flops_per_token
+                speed[m.MFU_SHARE] = 100 * flops / self._facts.peak_flops
+        self._speeds.append((number, speed))
         self._logged.append((number, values))
         self._tokens.append(recorded.num_tokens)
         bad = sum(not math.isfinite(value) for value in values.values())
@@ -247,7 +247,7 @@ class Gatherer:
         if step.idle is not None:
             self._idle = number, step.idle
         self._parts.append(parts)
-        self._sampler.take({**told, **parts, m.BAD_VALUES: bad}, detail, is_rare)
+        self._sampler.take({**speed, **parts, m.BAD_VALUES: bad}, detail, is_rare)
         self._num_detailed += recorded.is_detailed
         for (group, peer), seconds in recorded.waited_for.items():
             with suppress(KeyError, ValueError):  # a group that is gone
@@ -337,7 +337,7 @@ class Gatherer:
             waited_for,
             bad_since,
             values_over_steps=m.summarize_steps(self._logged),
-            metrics_over_steps=m.summarize_steps(self._told),
+            metrics_over_steps=m.summarize_steps(self._speeds),
             late=late_over_ranks([r["parts"] for r in rows], noise_of(self._facts.device)),
         )
         self._sampler.begin_line(metrics[m.STEP_S].max)
@@ -367,9 +367,9 @@ class Gatherer:
 
     def note_end(self, error: BaseException | None) -> None:
         """Write the end of a run that was not closed, as the program ends."""
-        told = {"error": None} if error is None else dict(_describe_error(error))
+        ending = {"error": None} if error is None else dict(_describe_error(error))
         step, now_s = max(self._last_step, 1), round(time.time(), 3)
-        self.outputs.note(End(step, unix_s=now_s, **told))
+        self.outputs.note(End(step, unix_s=now_s, **ending))
 
 
 def _bad_over_ranks(rows: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[int, int]]:

@@ -90,7 +90,7 @@ def step_metrics(spans: Sequence[Span], step_s: float) -> dict[str, float]:
     busy: list[Interval] = []
     exchanges: list[Interval] = []
     steps: list[Interval] = []
-    away: list[Interval] = []  # copies of offloaded state, steps in the background, waits for them
+    offload: list[Interval] = []  # copies of state, steps in the background, waits for them
     axes: dict[str, float] = defaultdict(float)
     sent = num_collectives = 0
     for span in spans:
@@ -102,7 +102,7 @@ def step_metrics(spans: Sequence[Span], step_s: float) -> dict[str, float]:
             if phase == "exchange":
                 exchanges.append(when)
             if phase in ("step", "wait_step"):
-                (steps if phase == "step" else away).append(when)
+                (steps if phase == "step" else offload).append(when)
         elif "." in line:
             comm[phase].append(when)
             axis = line.partition(".")[0]
@@ -113,7 +113,7 @@ def step_metrics(spans: Sequence[Span], step_s: float) -> dict[str, float]:
         elif line not in (MAIN, "device"):
             seconds[f"behind {phase}"] += span.seconds
             if phase != "save":
-                away.append(when)
+                offload.append(when)
     # Small exchanges between ranks, which block, are communication too.
     whole = [*exchanges, *(when for kind in comm.values() for when in kind)]
     comm_s = length(whole)
@@ -134,9 +134,9 @@ def step_metrics(spans: Sequence[Span], step_s: float) -> dict[str, float]:
         BACKGROUND_STEP_MS: 1e3 * seconds["behind step"],
         SAVE_S: seconds["behind save"] + found[STALL_S],
     }
-    if away:
-        found[OFFLOAD_MS] = 1e3 * length_outside(away, steps)
-        found[OFFLOAD_EXPOSED_MS] = 1e3 * length_outside(away, busy)
+    if offload:
+        found[OFFLOAD_MS] = 1e3 * length_outside(offload, steps)
+        found[OFFLOAD_EXPOSED_MS] = 1e3 * length_outside(offload, busy)
     for kind in TRANSFERS:
         if (taken_s := seconds.get(f"behind {kind}")) is not None:
             found[TRANSFER_MS.format(kind)] = 1e3 * taken_s
@@ -170,9 +170,9 @@ class OverRanks:
 def over_ranks(rows: Sequence[Mapping[str, float]]) -> dict[str, OverRanks]:
     """Return every figure over the ranks that have it; ``rows`` are in rank order."""
     found = {}
-    for name, told in _by_name(enumerate(rows)).items():
-        (low, low_rank), (high, high_rank) = min(told), max(told, key=lambda each: each[0])
-        middle = statistics.median(value for value, _ in told)
+    for name, by_rank in _by_name(enumerate(rows)).items():
+        (low, low_rank), (high, high_rank) = min(by_rank), max(by_rank, key=lambda each: each[0])
+        middle = statistics.median(value for value, _ in by_rank)
         found[name] = OverRanks(low, middle, high, low_rank, high_rank)
     return found
 
@@ -196,20 +196,20 @@ class OverSteps:
 def summarize_steps(steps: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, OverSteps]:
     """Return every figure that is finite in one of the steps; ``steps`` are numbered, in order."""
     found = {}
-    for name, told in _by_name(steps).items():
-        finite = [each for each in told if abs(each[0]) <= MAX_LOGGED]
+    for name, by_step in _by_name(steps).items():
+        finite = [each for each in by_step if abs(each[0]) <= MAX_LOGGED]
         if not finite:
             continue
         (low, low_step), (high, high_step) = min(finite), max(finite, key=lambda each: each[0])
         mean = statistics.fmean(value for value, _ in finite)
-        found[name] = OverSteps(low, mean, high, low_step, high_step, len(told) - len(finite))
+        found[name] = OverSteps(low, mean, high, low_step, high_step, len(by_step) - len(finite))
     return found
 
 
 def tokens_over_ranks(tokens: Sequence[list[int]]) -> list[dict[str, float]]:
     """Return by rank the tokens of a step, and the share by which the longest batch has more.
 
-    ``tokens`` are by rank and step; one number stands for all steps. Empty if a rank has no tokens.
+    ``tokens`` are by rank and step; one number is for all steps. Empty if a rank has no tokens.
     """
     num_steps = max(map(len, tokens))
     rows = [row * num_steps if len(row) == 1 else row for row in tokens]
@@ -241,7 +241,7 @@ def shared_inputs(digests: Sequence[Mapping[str, int]]) -> list[float | None]:
 def mean_of(steps: Sequence[tuple[float, Mapping[str, float]]]) -> dict[str, float]:
     """Return the mean of each figure over the steps that have it; ``steps`` have weights."""
     found = _by_name(steps).items()
-    return {name: statistics.fmean(*zip(*told, strict=True)) for name, told in found}
+    return {name: statistics.fmean(*zip(*weighted, strict=True)) for name, weighted in found}
 
 
 def _by_name(rows: Iterable[tuple[T, Mapping[str, float]]]) -> dict[str, list[tuple[float, T]]]:

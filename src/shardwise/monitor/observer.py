@@ -312,7 +312,7 @@ class Observation:
     def paused(self) -> Iterator[None]:
         """Exclude work from the step under way, such as an evaluation.
 
-        Optimizer steps inside are not counted, and the recorded time stands still.
+        Optimizer steps inside are not counted, and the clock of the record stops.
         """
         is_inner, before = self._recorder.is_paused, _num_passes(self._parts)
         try:
@@ -330,8 +330,8 @@ class Observation:
         They belong to the step under way if its forward pass has begun, else to the last one.
         """
         last = None if self._recorder.has_begun else self._last_step
-        told = {name: float(value) for name, value in values.items()}  # a tensor is waited for
-        (self._values if last is None else last.values).update(told)
+        figures = {name: float(value) for name, value in values.items()}  # a tensor is waited for
+        (self._values if last is None else last.values).update(figures)
 
     def note(self, line: RankLine) -> None:
         """Keep a line of this rank in the record."""

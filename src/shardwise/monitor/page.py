@@ -78,7 +78,7 @@ def _page(runs: Sequence[ShownRun], curves: Sequence[_Curves], divisor: int) -> 
     from markupsafe import Markup
 
     figures = [figures_of(run.record.steps) for run in runs]
-    told = [s for s in FIGURES if any(s.is_shown(f.get(s.metric)) for f in figures)]
+    shown = [s for s in FIGURES if any(s.is_shown(f.get(s.metric)) for f in figures)]
     times = [charts.Bar(run.name, phase_seconds(run.record.steps)) for run in runs]
     title = "Where a step's time goes, median over the ranks"
     time_svg = charts.bars_chart(title, times, lambda s: f"{s:.3g} s a step")
@@ -103,7 +103,7 @@ def _page(runs: Sequence[ShownRun], curves: Sequence[_Curves], divisor: int) -> 
         title=", ".join(run.name for run in runs),
         runs=runs,
         parts=[_part(run, divisor) for run in runs],
-        figure_rows=[(s, [f.get(s.metric) for f in figures]) for s in told],
+        figure_rows=[(s, [f.get(s.metric) for f in figures]) for s in shown],
         curves=pictures,
         time_svg=time_svg if any(row.parts for row in times) else "",
         time_kinds=[kind for row in times for kind, seconds in row.parts.items() if seconds],
@@ -233,8 +233,8 @@ def _timeline(run: ShownRun, divisor: int) -> tuple[str, Sequence[str]]:
             rows.setdefault(row, []).append(charts.Span(phase, begin_ms, length_ms, unit))
         groups.append((f"rank {rank}", {row: rows[row] for row in sorted(rows, key=place_of)}))
     seconds = max(found[rank].seconds for rank in shown)
-    title, said = f"{run.name}: timeline of step {step:,}, ms", f"{seconds:.3g} s."
+    title, duration = f"{run.name}: timeline of step {step:,}, ms", f"{seconds:.3g} s."
     drawn = charts.timeline_chart(
-        title, groups, 1e3 * seconds, described=said, most=_BARS // divisor
+        title, groups, 1e3 * seconds, described=duration, most=_BARS // divisor
     )
     return drawn, [span.kind for _, rows in groups for row in rows.values() for span in row]

@@ -94,7 +94,7 @@ class Recorded(NamedTuple):
 
     begin_s: float
     end_s: float
-    told: Sequence[object]  # the fields of all events
+    event_fields: Sequence[object]  # the fields of all events
     works: Sequence[Work]
     num_tokens: int
     waited_for: Waits = {}  # noqa: RUF012 - never written
@@ -116,12 +116,12 @@ class Recorded(NamedTuple):
     @property
     def events(self) -> Iterator[Event]:
         """The events, in order."""
-        return cast("Iterator[Event]", zip(*[iter(self.told)] * _FIELDS, strict=True))
+        return cast("Iterator[Event]", zip(*[iter(self.event_fields)] * _FIELDS, strict=True))
 
     @property
     def has_other_lines(self) -> bool:
         """Tell whether a thread in the background has entered or left a phase."""
-        return any(line != MAIN for line in self.told[2::_FIELDS])
+        return any(line != MAIN for line in self.event_fields[2::_FIELDS])
 
 
 class SpanRecorder:
@@ -149,7 +149,7 @@ class SpanRecorder:
         self._paused_s = self._paused_before_s = 0.0  # in all, and at the last cut
         self._stopped_s: float | None = None  # the begin of the present pause
         self._device = device
-        self._told: list[object] = []
+        self._event_fields: list[object] = []
         self._works: list[Work] = []
         self._begin_s = self._clock()
         self._num_tokens = 0
@@ -216,11 +216,11 @@ class SpanRecorder:
 
     def _note(self, enters: bool, line: str, phase: str, unit: str) -> None:
         if line != MAIN:  # other threads continue during a pause
-            self._told.extend((self._clock(), enters, line, phase, unit, None))
+            self._event_fields.extend((self._clock(), enters, line, phase, unit, None))
         elif self._stopped_s is None:
             at_s = self._host_clock() - self._paused_s
             moment = None if self._first is None else self._now()
-            self._told.extend((at_s, enters, line, phase, unit, moment))
+            self._event_fields.extend((at_s, enters, line, phase, unit, moment))
             if self.on_main is not None:
                 self.on_main(phase if enters else f"{phase}_end", unit)
 
@@ -232,13 +232,13 @@ class SpanRecorder:
         """Tell whether a forward pass has begun since the last cut."""
         if not self.is_detailed:
             return "forward" in self._main_s or "forward" in self._stack
-        return "forward" in self._told[3::_FIELDS]
+        return "forward" in self._event_fields[3::_FIELDS]
 
     def current_phase(self) -> tuple[str, str | None]:
         """Return the phase and the unit that the main line is in; None if the unit is unknown."""
         if not self.is_detailed:
             return (self._stack[-1] if self._stack else OUTSIDE), None
-        last = spans_of(Recorded(0.0, math.inf, self._told, (), 0), {})[-1]
+        last = spans_of(Recorded(0.0, math.inf, self._event_fields, (), 0), {})[-1]
         return last.phase, last.unit
 
     def begin(
@@ -294,10 +294,10 @@ class SpanRecorder:
             main_s = self._main_s
             main_s[self._stack[-1] if self._stack else OUTSIDE] += end_s - self._at_s
             self._main_s, self._stack = defaultdict(float), []
-        what = self._told, self._works, self._num_tokens, self._waited_for
+        what = self._event_fields, self._works, self._num_tokens, self._waited_for
         paused_s = self._paused_s - self._paused_before_s
         found = Recorded(self._begin_s, end_s, *what, self._first, last, main_s, paused_s)
-        self._told, self._works = [], []
+        self._event_fields, self._works = [], []
         self._num_tokens, self._waited_for = 0, defaultdict(float)
         self._begin_s = self._at_s = end_s
         self._paused_before_s, self.is_detailed = self._paused_s, is_detailed

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from shardwise.monitor import metrics as m
 from shardwise.monitor.record import SkippedSteps
 
-_TOLD_SKIPPED = (8, 16, 32, 64)  # steps in a row
+_REPORTED_SKIPS = (8, 16, 32, 64)  # steps in a row
 
 
 class StepWatcher(Protocol):
@@ -136,7 +136,7 @@ class StepFigures:
                 self._figures[m.LOSS_SCALE] = scaler.get_scale()
             return
         self._skipped, self._in_a_row = self._skipped + 1, self._in_a_row + 1
-        if self._in_a_row in _TOLD_SKIPPED or self._in_a_row % _TOLD_SKIPPED[-1] == 0:
+        if self._in_a_row in _REPORTED_SKIPS or self._in_a_row % _REPORTED_SKIPS[-1] == 0:
             self._note(SkippedSteps(max(num_steps, 1), self._in_a_row, scaler.get_scale()))
 
     def take(self) -> dict[str, float | torch.Tensor]:

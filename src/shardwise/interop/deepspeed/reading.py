@@ -166,21 +166,21 @@ class DeepSpeedFile:
         content, reader = self.content, self.reader
         if {"bf16", "bfloat16"} <= content.keys():
             raise reader.refusal("bfloat16", "it is the old name of bf16; give one of them")
-        said: dict[str, object] = {}
+        enabled: dict[str, object] = {}
         for name, kind in PRECISION_BLOCKS.items():
             block = content.get(name)
             if isinstance(block, Mapping) and block.get("enabled") is not None:
-                said[kind] = reader.fill(f"{name}.enabled", block["enabled"])
-        is_said = any(isinstance(value, bool) for value in said.values())
-        if otherwise is not None and not any(value is True for value in said.values()):
-            said = {kind: value for kind, value in said.items() if value != "auto"}
-            said = {"bf16": otherwise == "bf16", "fp16": otherwise == "fp16", **said}
-        is_on = {"bf16": False, "fp16": False, **said}
+                enabled[kind] = reader.fill(f"{name}.enabled", block["enabled"])
+        is_explicit = any(isinstance(value, bool) for value in enabled.values())
+        if otherwise is not None and not any(value is True for value in enabled.values()):
+            enabled = {kind: value for kind, value in enabled.items() if value != "auto"}
+            enabled = {"bf16": otherwise == "bf16", "fp16": otherwise == "fp16", **enabled}
+        is_on = {"bf16": False, "fp16": False, **enabled}
         on = [kind for kind, value in is_on.items() if value is True]
         if len(on) > 1:
             raise reader.refusal("fp16.enabled", "bf16 is on as well; turn one of them off")
         if on or "auto" not in is_on.values():
-            (self.values if is_said else self.defaults)["precision"] = on[0] if on else "fp32"
+            (self.values if is_explicit else self.defaults)["precision"] = on[0] if on else "fp32"
         if on == ["fp16"] or (not on and is_on["fp16"] == "auto"):
             self.defaults.update(_SCALE)  # at "auto" for a caller who turns it on
         return is_on

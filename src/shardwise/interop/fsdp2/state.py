@@ -97,9 +97,9 @@ def _check_written(engine: Engine) -> None:
         f"rank {dist.get_rank()}: nothing has written {list_names(left)} since to_empty(): "
         "load it, or let reset_parameters() or your own initialisation write all of it"
     )
-    told = exchange_any(engine.comm.control, own.encode() if own else b"")
-    if any(told):
-        raise ConfigError(own or next(filter(None, told)).decode())
+    errors = exchange_any(engine.comm.control, own.encode() if own else b"")
+    if any(errors):
+        raise ConfigError(own or next(filter(None, errors)).decode())
     for state in engine.all_states:
         state.is_emptied = False
 

@@ -230,12 +230,14 @@ def check_device(unit: Unit) -> None:
         )
     if unit.home is None:
         return
-    away = [(s.name, s.sharded.device) for s in unit.params if s.sharded.device != unit.home.place]
-    if away:
+    misplaced = [
+        (s.name, s.sharded.device) for s in unit.params if s.sharded.device != unit.home.place
+    ]
+    if misplaced:
         raise RuntimeError(
             "FSDP parameters should be materialized on CPU when enabling CPU offloading. For "
             'example, load a CPU state dict or call module.to_empty(device="cpu"). Found '
-            f"following parameters on non-CPU device: {away}\n"
+            f"following parameters on non-CPU device: {misplaced}\n"
         )
 
 

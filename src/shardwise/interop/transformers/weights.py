@@ -1,10 +1,11 @@
 """Stored tensors into a sharded model: which make which parameter, and this rank's slices of them.
 
 Note [Conversions by rows]
-transformers 5 joins tensors that older checkpoints store apart: the experts of a mixture become one
-tensor with an expert per row. If a conversion stacks its sources along dim 0 and then only joins
-the stacks along other dims, row ``e`` needs only the sources number ``e``, so a rank reads those of
-its own rows. Any other conversion gets its sources whole on every rank, one parameter at a time.
+transformers 5 joins tensors that older checkpoints store separately: the experts of a mixture
+become one tensor with an expert per row. If a conversion stacks its sources along dim 0 and then
+only joins the stacks along other dims, row ``e`` needs only the sources number ``e``, so a rank
+reads those of its own rows. Any other conversion gets its sources whole on every rank, one
+parameter at a time.
 
 Note [The draws of a plain model]
 A head that a checkpoint lacks is drawn at random, and two scripts with the same seed should get the

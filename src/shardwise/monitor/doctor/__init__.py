@@ -138,8 +138,8 @@ class LiveDoctor:
             if is_due and key not in self._logged:
                 self._logged.add(key)
                 self.found.append(finding)
-                said = f"{finding.code} {finding.verdict}"
-                _LOG.warning("step %d: %s (`shardwise explain %s`)", line.step, said, finding.code)
+                text = f"{finding.code} {finding.verdict}"
+                _LOG.warning("step %d: %s (`shardwise explain %s`)", line.step, text, finding.code)
                 self._file.write(**finding.to_json() | {"step": line.step})
 
     def close(self) -> None:

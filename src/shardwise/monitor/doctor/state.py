@@ -300,9 +300,9 @@ def not_finite(e: Evidence) -> Finding | None:
     first = min((s for steps in since.values() for s in steps.values() if s), default=line.step)
     names = [name for name, steps in since.items() if first in steps.values()]
     values = [name for name in names if name != m.BAD_GRADIENTS]
-    # Gradients are means over ranks, so all ranks have it; a logged value tells the rank.
-    told = [since[name] for name in values if set(since[name].values()) != {first}]
-    ranks = sorted({rank for steps in told for rank, step in steps.items() if step == first})
+    # Gradients are means over ranks, so all ranks have it; a logged value shows the rank.
+    uneven = [since[name] for name in values if set(since[name].values()) != {first}]
+    ranks = sorted({rank for steps in uneven for rank, step in steps.items() if step == first})
     who = f" on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}, not on others"
     looks = sorted((row for _, row in e.run.lines(NonFinite)), key=lambda row: row.step)
     look = next((row for row in looks if row.step >= first), NonFinite(0, ()))

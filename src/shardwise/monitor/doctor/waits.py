@@ -143,12 +143,12 @@ def _slow_by_waits(e: Evidence) -> Finding | None:
     """Find pairs of ranks over one axis, or on different hosts, that wait longer than others."""
     whole_ms = 1e3 * e.step_s
     for which, is_far in _kinds_of_pairs(e.facts).items():
-        apart, within = [], []
+        far_ms, near_ms = [], []
         for waits in _waits_of_pairs(e):
             far_first = sorted((ms for pair, ms in waits.items() if is_far(pair)), reverse=True)
-            apart.append(far_first[1] if len(far_first) > 1 else 0.0)  # one pair is no axis
-            within.append(max((ms for pair, ms in waits.items() if not is_far(pair)), default=0.0))
-        far, near = median(apart), median(within)
+            far_ms.append(far_first[1] if len(far_first) > 1 else 0.0)  # one pair is no axis
+            near_ms.append(max((ms for pair, ms in waits.items() if not is_far(pair)), default=0.0))
+        far, near = median(far_ms), median(near_ms)
         least = _SLOW_LINK * whole_ms, 1e3 * e.noise_s, _TIMES_OTHERS * near, 1e3 * e.core_wait_s
         if far >= max(least):
             evidence = {"ms/step over it": far, "ms/step of others": near}
