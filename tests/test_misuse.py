@@ -189,6 +189,49 @@ def test_ddp_around_a_sharded_part_that_it_ignores_averages_the_rest(rank):
     assert torch.equal(*whole)
 
 
+class Distilled(nn.Module):
+    """A plain student beside a frozen teacher that is sharded."""
+
+    def __init__(self, stage):
+        super().__init__()
+        self.teacher = sharded(stage=stage).requires_grad_(False)
+        self.student = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.student(x) - self.teacher(x)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_ddp_takes_a_frozen_sharded_teacher(rank, stage):
+    torch.manual_seed(1)
+    model = Distilled(stage)
+    expected = model(torch.ones(2, 4))
+    wrapped = DistributedDataParallel(model)
+    assert torch.equal(wrapped(torch.ones(2, 4)), expected)
+    wrapped(torch.full((2, 4), float(rank))).sum().backward()
+    assert torch.equal(model.student.weight.grad, torch.ones(4, 4))  # the mean of 0 and 2
+
+
+@on_ranks(2)
+def test_ddp_takes_a_copy_of_a_submodule_made_inside_of_gathered(rank):
+    model = sharded()
+    with shardwise.gathered(model):
+        part = copy.deepcopy(model[0])
+    assert DistributedDataParallel(part)(torch.ones(2, 4)).shape[0] == 2
+
+
+@on_ranks(1)
+def test_functions_of_fsdp1_take_their_arguments_by_name(rank):
+    sharded()  # torch's functions look for sharded models from here on
+    plain = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for function in ("optim_state_dict", "optim_state_dict_to_load"):
+        options = {"optim_state_dict": optimizer.state_dict()} if "load" in function else {}
+        with pytest.raises(AttributeError, match="_"):  # of a model without FSDP1 in it
+            getattr(FullyShardedDataParallel, function)(model=plain, optim=optimizer, **options)
+
+
 @on_ranks(1)
 def test_fully_shard_over_parts_of_torchs_fully_shard_is_refused(rank):
     with pytest.raises(ConfigError, match=r"torch's fully_shard\(\) was called on modules of it"):

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from ranks import on_ranks
-from shardwise import gathered, shard
-from shardwise.errors import ShardError
+from shardwise import fully_shard, gathered, shard
+from shardwise.errors import ShardError, StateError
 
 HOW = {
     **{
@@ -211,3 +211,24 @@ def test_an_assignment_under_a_view_of_a_view_keeps_its_values_or_is_refused(wor
     known = param.data.view(-1)
     param.data = param.data * 0.5
     assert torch.equal(whole(known), before.view(-1))
+
+
+@on_ranks(1, 2)
+def test_assignment_to_data_of_fully_shards_dtensor_raises_in_next_forward(rank, world_size):
+    """torch's own fully_shard goes on with the old values, without a word."""
+    layer = fully_shard(nn.Linear(4, 4, bias=False))
+    x = torch.ones(1, 4)
+    layer(x).sum().backward()
+    old, new = layer.weight.full_tensor().clone(), layer.weight.detach() + 1
+    layer.weight.data = new
+    with pytest.raises(StateError, match=r"'weight': `p\.data = x` changes nothing in a DTensor"):
+        layer(x)
+    layer(x).sum().backward()
+    assert torch.equal(layer.weight.full_tensor(), old)
+    with torch.no_grad():
+        layer.weight.copy_(new)
+    layer(x).sum().backward()
+    assert torch.equal(layer.weight.full_tensor(), old + 1)
+    layer.to(torch.float64)  # exchanges the parameters, and is no assignment
+    layer(x.double()).sum().backward()
+    assert torch.equal(layer.weight.full_tensor(), (old + 1).double())

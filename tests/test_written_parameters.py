@@ -113,6 +113,20 @@ def test_tensors_over_old_data_keep_its_values_after_an_assignment_in_forward(wo
 
 
 @on_ranks(2)
+def test_refused_assignment_in_forward_is_not_applied_by_the_next_pass(rank):
+    model = shard(Codebook(assigned), stage=0)
+    view = model.code.data.view(-1)[3:9]
+    x = torch.ones(2, 4)
+    with pytest.raises(ShardError, match="'code' was written or replaced"):
+        model(x)
+    model.write = lambda module: None
+    for _ in range(2):
+        model(x)
+        assert torch.equal(model.code.full_tensor(), torch.ones(8, 4))
+    assert torch.equal(view, torch.ones(6))
+
+
+@on_ranks(2)
 def test_a_trained_parameter_replaced_in_forward_is_refused():
     class Renewed(nn.Linear):
         def forward(self, x):

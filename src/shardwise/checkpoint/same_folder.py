@@ -113,7 +113,10 @@ def _exchange_given(files: Files, control: Control, path: Path, step: int | None
     machine = socket.gethostname()
     with suppress(OSError):
         machine = boot_id()
-    mine = Given(str(path), step, machine, [*files.locate(path)])
+    place: list[object] = []
+    with suppress(ValueError):  # a name that no file can have: the call raises for it afterwards
+        place = [*files.locate(path)]
+    mine = Given(str(path), step, machine, place)
     return [Given(*json.loads(row)) for row in exchange_any(control, json.dumps(mine).encode())]
 
 

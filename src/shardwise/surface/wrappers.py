@@ -1,6 +1,6 @@
 """Errors for torch's wrappers, and for functions of FSDP1, that are given a sharded model."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Set
 from functools import cache, wraps
 from typing import Any
 
@@ -51,32 +51,55 @@ def refuse_wrappers() -> None:
 
 def _refusing_wrapper(wrapper: Any) -> Callable[..., None]:
     init = wrapper.__init__
+    left_out = _ignored_by_ddp if wrapper is DistributedDataParallel else _ignored_by_fsdp
 
     @wraps(init)
     def checked(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
-        ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
-        found = _find_sharded(module, ignored if wrapper is DistributedDataParallel else ())
+        found = _find_sharded(module, left_out(module, kwargs))
         if found is not None:
             raise ConfigError(
                 f"{wrapper.__name__}: {found} is sharded by Shardwise, which averages gradients "
                 "itself. Use the model without this wrapper. If only a part is sharded, shard the "
-                "whole model"
+                "whole model, or let the wrapper ignore the part (ignored_modules= of "
+                "FullyShardedDataParallel, _set_params_and_buffers_to_ignore_for_model of "
+                "DistributedDataParallel)"
             )
         init(self, module, *args, **kwargs)
 
     return checked
 
 
+def _ignored_by_ddp(model: Any, _: Mapping[str, Any]) -> set[int]:
+    """Return the ids of parameters that DDP leaves out: those it is told to, and frozen ones."""
+    if not isinstance(model, nn.Module):
+        return set()
+    names = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+    return {
+        id(param)
+        for name, param in model.named_parameters()
+        if name in names or not param.requires_grad
+    }
+
+
+def _ignored_by_fsdp(_: Any, options: Mapping[str, Any]) -> set[int]:
+    """Return the ids of the parameters that FSDP1's options leave out."""
+    ignored = [*(options.get("ignored_modules") or ()), *(options.get("ignored_states") or ())]
+    params = (each.parameters() if isinstance(each, nn.Module) else (each,) for each in ignored)
+    return {id(param) for group in params for param in group}
+
+
 def _refusing(function: Callable[..., Any], instead: str) -> Callable[..., Any]:
     @wraps(function)
-    def checked(module: Any, *args: Any, **kwargs: Any) -> Any:
-        found = _find_sharded(module)
-        if found is not None:
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        # The parameter is called module in some versions and functions, and model in others.
+        model: Any = args[0] if args else kwargs.get("module", kwargs.get("model"))
+        found = _find_sharded(model)
+        if found is not None and not FullyShardedDataParallel.fsdp_modules(model):
             raise ConfigError(
                 f"FullyShardedDataParallel.{function.__name__}: {found} is sharded by Shardwise, "
                 f"so FSDP1 finds nothing in it. Instead, {instead}"
             )
-        return function(module, *args, **kwargs)
+        return function(*args, **kwargs)
 
     return checked
 
@@ -96,16 +119,28 @@ def _refusing_parts(managed: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-def _find_sharded(model: object, ignored: Iterable[str] = ()) -> str | None:
-    """Return the words for the first part of a model that Shardwise has sharded, or None."""
+def _find_sharded(model: object, ignored: Set[int] = frozenset()) -> str | None:
+    """Return the words for the first part of a model that Shardwise has sharded, or None.
+
+    Parameters with the ids ``ignored`` do not count.
+    """
     if not isinstance(model, nn.Module):
         return None
-    left_out = set(ignored)
     for name, param in model.named_parameters():
-        if owner_of(param) is not None and name not in left_out:
+        if owner_of(param) is not None and id(param) not in ignored:
             return f"parameter '{name}' of this {type(model).__name__}"
     for name, module in model.named_modules():
-        is_ours = ATTRIBUTE in vars(module) or isinstance(noted_state(module), ModuleState)
-        if is_ours and not left_out:
+        counts = not ignored or any(id(param) not in ignored for param in module.parameters())
+        if counts and _is_marked(module):
             return f"submodule '{name}' of this {type(model).__name__}" if name else "this model"
     return None
+
+
+def _is_marked(module: nn.Module) -> bool:
+    """Tell whether a module is sharded; a copy made inside of `gathered` has the mark of another's.
+
+    Inside of `gathered` the parameters of a sharded module are plain.
+    """
+    state = noted_state(module)
+    is_of_state = isinstance(state, ModuleState) and any(each is module for each in state.modules)
+    return ATTRIBUTE in vars(module) or is_of_state

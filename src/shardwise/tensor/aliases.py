@@ -85,9 +85,10 @@ def _refuse_hidden_views(tensors: Sequence[torch.Tensor], name: str) -> None:
         if tensor._use_count() > 1 + num_views:  # type: ignore[attr-defined]
             raise ShardError(
                 f"parameter '{name}': its .data was assigned while a view of its old values is in "
-                "use that was made of another view (p.data.view(-1)[3:9]), or is in a graph. An "
-                "ordinary parameter's view would keep the old values, and this one would show the "
-                "new ones. Drop it, or keep a copy of it: p.data.view(-1)[3:9].clone()"
+                "use that was made of another view (p.data.view(-1)[3:9], the variable of a loop "
+                "over chunks), or is in a graph. An ordinary parameter's view would keep the old "
+                "values, and this one would show the new ones. Drop it, or keep a copy of it: "
+                "p.data.view(-1)[3:9].clone()"
             )
 
 

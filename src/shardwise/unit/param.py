@@ -444,9 +444,14 @@ class ShardedParam:
         elif not holds_shards and (in_place or has_other_memory):
             reason = "it is a copy there"
         elif has_other_memory:
-            self.aliases.release(self.sharded._local_tensor, self.name)
-            move_to_copy([read for read in reads if read.data_ptr() == memory.data_ptr()], memory)
-            memory.copy_(new)
+            try:
+                self.aliases.release(self.sharded._local_tensor, self.name)
+            except ShardError as error:
+                reason = str(error)
+            else:
+                old = [read for read in reads if read.data_ptr() == memory.data_ptr()]
+                move_to_copy(old, memory)
+                memory.copy_(new)
         self.restore_memory()
         return reason
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from shardwise.errors import ShardError, StateError
@@ -33,6 +34,8 @@ class Slots:
         self._fulls: list[nn.Parameter] = []
         self._versions: list[int] = []
         self._written: list[str] = []  # errors about writes while shown
+        # Of DTensors, by name: the local tensor, and the storage of the DTensor itself.
+        self._memory: dict[str, tuple[torch.Tensor, int]] = {}
         self.access = DataAccess()
         self.watch: ValueWatch | None = None
 
@@ -61,6 +64,7 @@ class Slots:
         **Raises** StateError if a module holds another parameter than the sharded one.
         """
         if not self._binds:
+            self._check_assignments()
             return
         self._depth += 1
         if self._depth > 1:
@@ -82,6 +86,25 @@ class Slots:
         self._fulls, self._versions = fulls, versions
         if self.watch is not None:
             self.watch.begin(fulls)
+
+    def _check_assignments(self) -> None:
+        """Raise StateError if ``p.data = x`` was called on a DTensor, whose local tensor stays.
+
+        The assignment leaves the memory of ``x`` in the DTensor itself, which has no values there.
+        """
+        for _, _, param in self._places:
+            sharded = param.sharded
+            memory = sharded._local_tensor, sharded.untyped_storage()._cdata
+            local_before, storage_before = self._memory.setdefault(param.name, memory)
+            if memory[1] == storage_before:
+                continue
+            self._memory[param.name] = memory
+            if memory[0] is local_before:  # else the whole parameter was exchanged
+                raise StateError(
+                    f"parameter '{param.name}': `p.data = x` changes nothing in a DTensor, so it "
+                    "has its old values. Write `p.copy_(x)` under torch.no_grad(), or inside of "
+                    "`with shardwise.gathered(model, writeback=True):`"
+                )
 
     def _check_versions(self, fulls: list[nn.Parameter], versions: list[int]) -> None:
         """Raise ShardError if a full parameter was written between two calls."""
