@@ -111,7 +111,7 @@ def shard(
     comm, seed = _agree(model, arguments)
     engine = Engine(arguments.config, comm, FullParamLedger())
     attach_engine(model, engine, _build(model, arguments, engine, seed))
-    _run_all_layers(model, engine)
+    _forbid_layer_drop(model, engine)
     return model
 
 
@@ -225,7 +225,7 @@ def _refuse_unwritten(control: Control, names: Sequence[str]) -> None:
         raise refusal
 
 
-def _run_all_layers(model: nn.Module, engine: Engine) -> None:
+def _forbid_layer_drop(model: nn.Module, engine: Engine) -> None:
     """Make transformers run a layer on all ranks, even if layerdrop skips it on one.
 
     Set its flag on every module whose file has ``is_fsdp_managed_module``. Otherwise ranks would

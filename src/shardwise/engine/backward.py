@@ -46,7 +46,7 @@ SHARD_RULES = EngineRules()
 
 
 class Backward:
-    """Receives the events of backward passes (`passes.PassListener`).
+    """Receives the events of backward passes (`passes.Listener`).
 
     A *window* is one backward pass, or the micro-batches of an accumulation window. ``num_begun``
     counts windows that began without gradients, ``num_reduced`` those with all gradients reduced.

@@ -13,7 +13,7 @@ class ReducedUnit(Protocol):
         """Bytes of the full copy."""
 
 
-class StartedReduction(Protocol):
+class QueuedReduction(Protocol):
     """Interface of `Reduction` required by the queue; the planner has another implementation."""
 
     def start(self) -> None:
@@ -24,7 +24,7 @@ class StartedReduction(Protocol):
 
 
 U = TypeVar("U", bound=ReducedUnit)
-R = TypeVar("R", bound=StartedReduction)
+R = TypeVar("R", bound=QueuedReduction)
 
 
 class ReduceQueue(Generic[U, R]):

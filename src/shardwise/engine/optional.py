@@ -83,7 +83,7 @@ class OptionalUnits:
                 return
 
     def visit_forward(self, unit: Unit | None) -> None:
-        """Visit the units that the innermost call skips before ``unit``, or to its end (None)."""
+        """Visit the units that the innermost call skips before ``unit``; at its end, the rest."""
         if self._has_optional and self._passes.stack:
             for skipped in self._skipped(self._passes.stack[-1], unit):
                 self._visit(skipped)

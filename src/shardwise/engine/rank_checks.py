@@ -8,7 +8,8 @@ different models. So before the first reduction of a pass, a rank compares itsel
 over the control group:
 
 - if a parameter was frozen or thawed since the last comparison. If the other ranks have no change,
-  they are in the reduction while this rank waits, until the limit of the watch, which names both;
+  they are in the reduction while this rank waits. The limit of `debug.watch` ends the wait and
+  names both;
 - in passes 2, 4, 8 and so on: the optimizers' classes and options in each optimizer's steps 1, 2,
   4, 8 and so on.
 
@@ -299,8 +300,8 @@ def _note_step(optimizer: Any, *_: object) -> None:
         checks_by_id: dict[int, RankChecks] = {}
         params = params_of(optimizer)
         for param in params:
-            checks = getattr(getattr(owner_of(param), "unit", None), "engine", None)
-            checks = getattr(checks, "rank_checks", None)
+            engine = getattr(getattr(owner_of(param), "unit", None), "engine", None)
+            checks = getattr(engine, "rank_checks", None)
             if checks is not None:
                 checks_by_id[id(checks)] = checks
         num_ranks = max((checks.num_ranks for checks in checks_by_id.values()), default=0)

@@ -14,7 +14,7 @@ from shardwise.unit.unit import Unit
 
 
 class Reduction:
-    """The reduction of one or several units, which share a mesh and `sums`."""
+    """The reduction of one or several units, which share a mesh and `SumSettings`."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self.units = list(units)

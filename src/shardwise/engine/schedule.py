@@ -76,8 +76,8 @@ def in_forward_order(units: Iterable[Any]) -> list[Any]:
     places: dict[int, tuple[int, dict[int, int]]] = {}
     for unit in units:
         if id(unit.engine) not in places:
-            has_run = unit.engine is not None
-            known = unit.engine.schedule.order.forward if has_run else []
+            has_engine = unit.engine is not None
+            known = unit.engine.schedule.order.forward if has_engine else []
             order = {index: place for place, index in enumerate(known)}
             places[id(unit.engine)] = len(places), order
 

@@ -63,7 +63,7 @@ def attach_steppers(units: Iterable[Unit]) -> None:
     These are the step on plain tensors, that of offloaded units, and that of matrices of one owner.
     """
     units = list(units)
-    if _has_room("shardwise.step"):  # without it, operations on shards make the same steps
+    if _is_installed("shardwise.step"):  # without it, operations on shards make the same steps
         import_module("shardwise.step.local_step").step_as_plain_tensors()
         import_module("shardwise.step.probe").find_collectives()
         import_module("shardwise.step.refused_classes").refuse_wrong_classes()
@@ -80,12 +80,12 @@ def attach_steppers(units: Iterable[Unit]) -> None:
 
 def attach_surface(model: nn.Module, engine: "Engine", units: Sequence[Unit]) -> None:
     """Give modules with units the methods of FSDP2's, and let them be copied with their units."""
-    if _has_room("shardwise.surface"):
+    if _is_installed("shardwise.surface"):
         import_module("shardwise.surface.model").attach(model, engine, units)
 
 
-def _has_room(name: str) -> bool:
-    """Tell whether a room is installed; an error inside its files is not hidden."""
+def _is_installed(package: str) -> bool:
+    """Tell whether an optional package is installed; an error inside it is not hidden."""
     with suppress(ImportError):
-        return bool(import_module(name))
+        return bool(import_module(package))
     return False

@@ -93,7 +93,7 @@ class AlongDim:
         self._shape = shape
 
     def attach(self, view: torch.Tensor, local_shape: tuple[int, ...]) -> torch.Tensor:
-        """Keep views of the ranks' parts; return the full tensor, whose memory is free."""
+        """Keep views of the ranks' parts; return the full tensor, freed until `finish`."""
         self._parts = [row.view(local_shape) for row in view]
         self._full = torch.empty(self._shape, dtype=view.dtype, device=view.device)
         self.free()
@@ -279,7 +279,7 @@ class SeparateParams:
         return tuple(version_of(param.sharded._local_tensor) for param, _ in self._subclasses)
 
     def start(self, *, also_fresh: bool) -> list[GatherItem]:
-        """Return the gather items of stale subclasses, with ``also_fresh`` of all."""
+        """Return the gather items of the stale subclasses, or of all if ``also_fresh``."""
         items: list[GatherItem] = []
         self._in_flight = []
         for param, encoding in self._subclasses:

@@ -135,7 +135,7 @@ class ValueWatch:
             self._values[id(full)] = [part.clone() for part in _parts_of(full)]
 
     def end(self, fulls: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """Compare full parameters, given with their names; leave out those with a known write."""
+        """Compare full parameters, given with their names; the caller leaves out known writes."""
         for name, full in fulls:
             before = self._values.get(id(full))
             if before is not None and not all(map(has_same_bits, before, _parts_of(full))):
@@ -151,7 +151,7 @@ def _parts_of(full: nn.Parameter) -> list[torch.Tensor]:
     return list(plain_parts(data_of(full)).values())
 
 
-# The attribute of a full parameter of `gathered` after the context has ended: its name.
+# Set on a full parameter of `gathered` when the context ends; it holds the parameter's name.
 _EXPIRED = "_shardwise_left_context"
 
 

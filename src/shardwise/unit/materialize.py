@@ -119,7 +119,7 @@ class Materializer:
         self._homes = homes
         self._num_on_device = num_units_on_device(specs, config)
         self._comms = {comm.axes.mesh: comm}
-        self._own_axes = dtensor_axes_of(param.param for spec in specs for param in spec.params)
+        self._dtensor_axes = dtensor_axes_of(param.param for spec in specs for param in spec.params)
         self._seed = 0
         self.unwritten: list[str] | None = None  # names of tensors from meta; None if not on meta
 
@@ -143,11 +143,13 @@ class Materializer:
             self._homes.reserve(needs, self._comm.time)
 
     def take_seed(self, seed: int) -> None:
-        """Set the seed of the data-parallel ranks; over meshes of DTensors the first rank's."""
+        """Set the seed; if the model has DTensors, broadcast the first rank's over their axes."""
         self._seed = seed
-        if self._own_axes:
+        if self._dtensor_axes:
             value = torch.tensor([seed], device=self._device)
-            self._comm.broadcast(value, CollectiveId("broadcast", "(seed)", 0), also=self._own_axes)
+            self._comm.broadcast(
+                value, CollectiveId("broadcast", "(seed)", 0), also=self._dtensor_axes
+            )
             self._seed = int(value.item())
 
     def check(self, specs: Sequence[UnitSpec]) -> None:
@@ -360,7 +362,7 @@ class Materializer:
         A plain tensor of a unit on a separate mesh may differ between such meshes.
         """
         if not isinstance(tensor, DTensor):
-            return self._own_axes if comm is self._comm else ()
+            return self._dtensor_axes if comm is self._comm else ()
         placed = zip(axes_of_mesh(tensor.device_mesh), tensor.placements, strict=True)
         return [axis for axis, placement in placed if placement.is_replicate()]
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class Slots:
     """Puts full parameters into modules for calls (`bind` to `unbind`), and while pinned.
 
-    - ``is_pinned``: the unit stays full until it is unpinned. Then `show` puts the full parameters
-      into the modules also between calls.
+    - ``is_pinned``: the unit stays full until it is unpinned. While it is pinned, `show` puts the
+      full parameters into the modules also between calls.
     - ``binds``: if False, calls change nothing, and the unit itself puts its parameters into the
       modules; see Note [When modules hold full parameters].
     - ``access``: reads of ``data`` and assignments to it, of the full parameters.

@@ -12,7 +12,7 @@ the unit's sum, so usually the host does not synchronise with the device.
 
 Note [Sums over replicas]
 The gradients of a micro-batch before a window's last are summed over shards only, into the
-storage's `Unreduced`, in the masters' dtype, which takes the memory of ``p.grad``. The last
+storage's `Unreduced`, in the masters' dtype. They take as much memory as ``p.grad``. The last
 micro-batch adds these sums to its own, and the total is summed over replicas once. If reduced
 gradients are offloaded, there is no memory for these sums on the device, so every micro-batch is
 summed over shards and replicas.
@@ -21,8 +21,8 @@ Note [Dtype of a sum]
 Gradients of one micro-batch are sent in the dtype of the layers, or in the dtype of the sum if that
 is narrower. A local sum of several micro-batches is sent in the dtype of the sum, because fewer
 bits would round it. Without `Precision.reduce` the dtype of the sum is the widest of the gradients.
-All ranks must send one dtype. So if a pass has kept its gradients on the ranks since the last
-reduction, all ranks set ``has_local_sum``, also a rank without gradients to keep.
+All ranks must send one dtype. So after a pass that kept gradients on the ranks, ``has_local_sum``
+is True on all ranks, even on one without gradients, until the next reduction is sent.
 """
 
 from collections.abc import Callable, Sequence
