@@ -165,7 +165,7 @@ class Gradient:
         grad = self.param.form.full_grad(grad)
         if grad.layout is not torch.strided:
             return grad.to_dense()
-        if is_traceable_wrapper_subclass(grad):
+        if type(grad) is not torch.Tensor and is_traceable_wrapper_subclass(grad):
             # A send of a tensor made of others would send each of them, and match one receive.
             return torch.empty(grad.shape, dtype=grad.dtype, device=grad.device).copy_(grad)
         return grad
