@@ -397,9 +397,12 @@ def test_the_site_finds_the_colours_of_report_pages():
 
 def test_the_version_is_the_same_in_each_file():
     citation = re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.M)
-    package = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.M)
+    package, labs = (
+        re.search(r'^version = "(.+)"$', (folder / "pyproject.toml").read_text(), re.M)
+        for folder in (ROOT, ROOT / "labs")
+    )
     newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.M)
-    assert {m and m[1] for m in (citation, package, newest)} == {shardwise.__version__}
+    assert {m and m[1] for m in (citation, package, labs, newest)} == {shardwise.__version__}
 
 
 def test_the_workflow_calls_targets_of_make_on_the_versions_that_the_pages_promise():

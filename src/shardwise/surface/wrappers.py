@@ -130,8 +130,9 @@ def _find_sharded(model: object, ignored: Set[int] = frozenset()) -> str | None:
         if owner_of(param) is not None and id(param) not in ignored:
             return f"parameter '{name}' of this {type(model).__name__}"
     for name, module in model.named_modules():
-        counts = not ignored or any(id(param) not in ignored for param in module.parameters())
-        if counts and _is_marked(module):
+        if not _is_marked(module):
+            continue
+        if not ignored or any(id(param) not in ignored for param in module.parameters()):
             return f"submodule '{name}' of this {type(model).__name__}" if name else "this model"
     return None
 

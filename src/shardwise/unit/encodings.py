@@ -1,4 +1,4 @@
-"""Encodings of a parameter for the gather: what is sent, and how the full parameter is made of it.
+"""Encodings of a parameter: the tensors that a gather sends, and the full parameter from them.
 
 - `Contiguous`: a cut along dim 0. The storage's full copy is the full parameter.
 - `AlongDim`: a cut along another dim. The full parameter is copied from the storage's full copy.
@@ -247,7 +247,7 @@ class SubclassGather:
 class SeparateParams:
     """The parameters of a unit whose full form has memory besides the storages' full copies.
 
-    Tensor subclasses with a `SubclassGather` also bring items of their own to the unit's gather.
+    Tensor subclasses with a `SubclassGather` also add items to the unit's gather.
     """
 
     def __init__(self, params: Sequence["ShardedParam"] = ()) -> None:
@@ -265,7 +265,7 @@ class SeparateParams:
 
     @property
     def has_items(self) -> bool:
-        """Tell whether a parameter brings items of its own to the unit's gather."""
+        """Tell whether a parameter adds items to the unit's gather."""
         return bool(self._subclasses)
 
     @property
